@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from ppctl.agent.node import Job, JobOver, Left, NodeAgent
-from ppctl.agent.rendezvous import JOIN, NodeRendezvous
+from ppctl.agent.rendezvous import JOIN, LOST, NodeRendezvous
+from ppctl.agent.smaller import plan_smaller
+from ppctl.config.quantities import seconds
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted
 from ppctl.host.devices import machines
 from ppctl.launch.enter import check_node, package_digest
 from ppctl.launch.leave import job_outcome
 from ppctl.launch.machine import shortage
-from ppctl.launch.outcome import JobOutcome
+from ppctl.launch.outcome import STOPPED, JobOutcome
 from ppctl.rank.own_process import raise_file_limit
 from ppctl.rank.rendezvous import announced
 from ppctl.reach.store import SealedStore
@@ -44,11 +47,16 @@ def main() -> int:
     try:
         store, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed)
         # Names decide the order of hosts: that of the store comes first, and rank 0's lines stay on its terminal.
-        agent = _agent((host, int(port)), store, told, f"{int(not served)} {host_name()}")
-        outcome = _to_the_end(agent)
+        name = f"{int(not served)} {host_name()}"
+        agent = _agent((host, int(port)), store, told, name)
+        while (outcome := _to_the_end(agent)) is None:
+            told = _on_fewer(agent.job, store, told, serves=bool(served))
+            agent = _agent((host, int(port)), store, told, name)
     except PpctlError as error:
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
         return error.exit_code
+    except Left as left:  # while hosts that are left plan anew
+        return 128 + left.number
     if outcome.report:
         print(outcome.report, file=sys.stderr)
     if served:
@@ -99,14 +107,40 @@ def _agent(address: tuple[str, int], store: SealedStore, told: dict[str, str], n
         raise ConfigError(problems)
     job = Job(run, launch, told["job"], nodes, per_node, address)
     rendezvous = NodeRendezvous.over(store.plain, job.id, store.key_for("rendezvous"), nodes, launch.spares, name)
+    rendezvous.patience = None if launch.shrink == "wait" else timedelta(seconds=seconds(launch.shrink_after))
     return NodeAgent(job, store, rendezvous)
 
 
-def _to_the_end(agent: NodeAgent) -> JobOutcome:
-    """Run the agent; how the job ended, by the run directory. Raises TrainingError: PP-E709 if agents are missing,
-    PP-E656 if the host of the rendezvous is lost."""
-    run, (host, port) = agent.job.run, agent.job.address
-    remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
+def _on_fewer(job: Job, store: SealedStore, told: dict[str, str], *, serves: bool) -> dict[str, str]:
+    """The job with which all agents that are left go on; the first plans it once all have noticed that one is missing.
+    Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
+    here = f"ppctl/left/{job.id}"
+    try:
+        store.plain.add(here, 1)
+        if serves:
+            time.sleep(2 * LOST)
+            plan_smaller(job.run, store.plain.add(here, 0))
+            store.set(_JOB, told | {"job": secrets.token_hex(4)})
+        while (now := dict(store.get(_JOB)))["job"] == job.id:
+            time.sleep(1.0)
+        return now
+    except RuntimeError as error:
+        raise TrainingError(_no_answer(job)) from error
+
+
+def _no_answer(job: Job) -> Problem:
+    message = "the host of the rendezvous, {}:{}, does not answer any more".format(*job.address)
+    return Problem("PP-E656", message, _again(job))
+
+
+def _again(job: Job) -> str:
+    return f"ppctl node --rendezvous HOST:{job.address[1]} --resume {pasted(job.run.path)}"
+
+
+def _to_the_end(agent: NodeAgent) -> JobOutcome | None:
+    """Run the agent; how the job ended, by the run directory, and None if agents are missing and the others go on
+    without. Raises TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost."""
+    run, shrink = agent.job.run, agent.job.launch.shrink
     try:
         agent.run()
     except Left as left:
@@ -115,11 +149,14 @@ def _to_the_end(agent: NodeAgent) -> JobOutcome:
     except (JobOver, RendezvousClosedError):
         pass
     except RendezvousTimeoutError as error:
-        message = f"the run needs {agent.job.nodes} nodes, and not all came within {JOIN.total_seconds():g} s"
-        raise TrainingError(Problem("PP-E709", message, remedy)) from error
+        if agent.rendezvous.has_begun and shrink == "smaller":
+            return None
+        message = f"the run needs {agent.job.nodes} nodes, and not all came in time"
+        if agent.rendezvous.has_begun:
+            return JobOutcome(STOPPED, "stopped", f"{message} (launch.shrink=requeue); go on with: {_again(agent.job)}")
+        raise TrainingError(Problem("PP-E709", message, _again(agent.job))) from error
     except (RendezvousError, RuntimeError) as error:
-        message = f"the host of the rendezvous, {host}:{port}, does not answer any more"
-        raise TrainingError(Problem("PP-E656", message, remedy)) from error
+        raise TrainingError(_no_answer(agent.job)) from error
     agent.rendezvous.shutdown()
     return job_outcome(run, 1, ended=True)
 

@@ -49,6 +49,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
     """torch's handler for as many agents as the run has nodes; `spares` more wait."""
 
     spares = 0
+    patience: timedelta | None = JOIN
+    """How long to wait for an agent in the place of a lost one; None: for ever."""
     _had_ranks = False
     _surplus_since: float | None = None
 
@@ -96,8 +98,14 @@ class NodeRendezvous(DynamicRendezvousHandler):
             try:
                 info = super().next_rendezvous()
             except RendezvousTimeoutError:
-                if self._is_complete:  # a spare has no limit
+                if self._is_complete or (self.has_begun and self.patience is None):  # a spare has no limit
                     continue
                 raise
             self._had_ranks = True
+            self.settings.timeout._set_timeouts(join=self.patience or JOIN)
             return info
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a life of this rendezvous."""
+        return self._had_ranks or self._state_holder.state.round > 0

@@ -30,7 +30,7 @@ _SHOWN = 4
 
 
 class CopiesAtStart(NamedTuple):
-    """What every rank knows of all ranks' copies after all have looked."""
+    """All ranks' copies, as every rank knows them after all have looked."""
 
     start: str
     """A number of this start."""
@@ -198,6 +198,12 @@ class LocalCopies:
         if not self.ranks.agree("copy to a neighbour's host", lambda: bool(text), all, each=bool, result=bool):
             return
         self._exchange(text, memory)
+
+    def forget(self) -> None:
+        """Delete this rank's copies, its own and its neighbour's: of a state that the run gives up."""
+        self.own.forget()
+        if self.replicas:
+            self._kept.forget()
 
     def _exchange(self, text: bytes, memory: memoryview) -> None:
         assert self._kept_of is not None and self._room is not None

@@ -279,7 +279,7 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
-    """What is wrong with one file by its size and the digest of its header; None if nothing is. Raises OSError if the
+    """The fault of one file by its size and the digest of its header; None if nothing is. Raises OSError if the
     file system fails, not if the file is missing."""
     expected = manifest.files.get(name)
     if expected is None:

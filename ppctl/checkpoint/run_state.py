@@ -47,6 +47,7 @@ class RunState(TypedDict, total=False):
 
     step: Count
     consumed_samples: Count
+    passed: list[tuple[Count, Count]]
     eval_loss: float | None
     sample_order: Count
     seed: int

@@ -40,11 +40,6 @@ class TensorPart(NamedTuple):
     dtype: str
     box: Box
 
-    @classmethod
-    def of_whole(cls, name: str, shape: tuple[int, ...], dtype: str) -> TensorPart:
-        """Return the part that is all of a tensor."""
-        return cls(name, shape, dtype, Box.whole(shape))
-
     @property
     def bytes(self) -> int:
         """The number of bytes of the part's values. Raises KeyError for a dtype that the format lacks."""

@@ -21,8 +21,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import BufferedRWPair
 from mmap import PROT_READ, mmap
+from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 
@@ -86,7 +86,7 @@ class NodeWriter:
         self, address: WriterAddress, rank: int, descriptor: int, size: int, warn: Callable[[Problem], None]
     ) -> None:
         self.rank, self._warn = rank, warn
-        self._connection: BufferedRWPair | None = None
+        self._connection: Connection | None = None
         if not address.name:
             return
         try:
@@ -95,7 +95,7 @@ class NodeWriter:
                 _refuse_strangers(connected)
                 prove(connected, address.key, b"rank", b"writer")
                 socket.send_fds(connected, [_HELLO.pack(rank, size)], [descriptor])
-                self._connection = connected.makefile("rwb")
+                self._connection = Connection(connected.detach())
         except OSError as error:
             self._lose(error)
 
@@ -107,7 +107,8 @@ class NodeWriter:
             kinds = _CALLS[number]
             try:
                 # `write` has one more, its values, which are for this process.
-                _send(self._connection, number, wire.packed(kinds, (what, *arguments)[: len(get_args(kinds))]))
+                call = wire.packed(kinds, (what, *arguments)[: len(get_args(kinds))])
+                self._connection.send_bytes(bytes([number]) + call)
                 failed, value = _receive(self._connection, (_RESULTS[number], _PROBLEMS))
             except (EOFError, OSError, wire.Malformed) as error:
                 self._lose(error)
@@ -137,13 +138,11 @@ class NodeWriter:
         self._warn(Problem("PP-E510", message, f"{see}; the run goes on, and the rank writes by itself"))
 
 
-# What both sides send: frames
+# What both sides send: messages, of a byte that says which of several kinds the value has, and the value
 
 
-_FRAME = struct.Struct("<BQ")
-"""Which of several kinds the value has, and its bytes."""
 _MOST = 2**31
-"""Bytes of a frame: 2 GiB. The longest holds what all ranks hold and have written, of 2,048 ranks about 30 MiB."""
+"""Bytes of a message: 2 GiB. The longest holds what all ranks hold and have written, of 2,048 ranks about 30 MiB."""
 _PROBLEMS = tuple[Problem, ...]
 
 
@@ -186,25 +185,12 @@ def prove(connected: socket.socket, key: bytes, own: bytes, other: bytes) -> Non
     connected.settimeout(None)
 
 
-def _send(to: BufferedRWPair, number: int, data: bytes) -> None:
-    to.write(_FRAME.pack(number, len(data)))
-    to.write(data)
-    to.flush()
-
-
-def _receive(of: BufferedRWPair, kinds: Sequence[Any]) -> tuple[int, Any]:
-    """Wait for a frame: which of the kinds it is of, and its value. Raises EOFError, OSError and Malformed."""
-    number, length = _FRAME.unpack(_exactly(of, _FRAME.size))
-    if number >= len(kinds) or length > _MOST:
-        raise wire.Malformed(f"a frame of kind {number} with {length} bytes")
-    return number, wire.unpacked(kinds[number], _exactly(of, length))
-
-
-def _exactly(of: BufferedRWPair, length: int) -> bytes:
-    data = of.read(length)
-    if len(data) < length:
-        raise EOFError
-    return data
+def _receive(of: Connection, kinds: Sequence[Any]) -> tuple[int, Any]:
+    """Wait for a message: which of the kinds it is of, and its value. Raises EOFError, OSError and Malformed."""
+    message = of.recv_bytes(_MOST)
+    if not message or message[0] >= len(kinds):
+        raise wire.Malformed(f"a message of kind {message[:1]!r}")
+    return message[0], wire.unpacked(kinds[message[0]], message[1:])
 
 
 # The writer's own side
@@ -263,13 +249,13 @@ def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> N
             finally:
                 for each in descriptors:
                     os.close(each)
-            with connected.makefile("rwb") as asking:
+            with Connection(connected.detach()) as asking:
                 _answer(asking, rank, memoryview(memory))
     finally:
         connections.end()
 
 
-def _answer(asking: BufferedRWPair, rank: int, memory: memoryview) -> NoReturn:
+def _answer(asking: Connection, rank: int, memory: memoryview) -> NoReturn:
     """Serve one rank for ever: a call of `disk`, then its result (0) or its problems (1). Ends only by an exception of
     the connection."""
     while True:
@@ -279,10 +265,10 @@ def _answer(asking: BufferedRWPair, rank: int, memory: memoryview) -> NoReturn:
             if number == _WRITE:
                 arguments.append(values_in(memory, arguments[2]))
             value = getattr(disk, disk.WORK[number])(*arguments)
-            answer = 0, wire.packed(_RESULTS[number], value)
+            answer = b"\0" + wire.packed(_RESULTS[number], value)
         except Exception as error:
-            answer = 1, wire.packed(_PROBLEMS, problems_of(error, what, rank))
-        _send(asking, *answer)
+            answer = b"\1" + wire.packed(_PROBLEMS, problems_of(error, what, rank))
+        asking.send_bytes(answer)
 
 
 if __name__ == "__main__":

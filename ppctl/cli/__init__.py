@@ -1,4 +1,4 @@
-"""The commands: one module each, of its name (`cancel`, `requeue`: `jobs`; `runs`: `runs_command`, `runs_delete`).
+"""The commands: one module each, of its name (`cancel`, `requeue`: `jobs`; `runs`: `runs_command`).
 
 main       finds the command, sorts its words, prints problems, returns the exit code; console: output
 local_run  from an accepted plan to the end of a run: the steps of train, resume, submit and parity

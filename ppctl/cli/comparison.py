@@ -33,8 +33,9 @@ def letters(count: int) -> list[str]:
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Key -> its value in each of `values`, for the keys whose values are not all equal."""
-    names = dict.fromkeys(name for each in values for name in each)
+    """Key -> its value in each of `values`, for the keys whose values are not all equal; without the description of a
+    model, thousands of letters that follow from other keys."""
+    names = dict.fromkeys(name for each in values for name in each if name != "model.transformers")
     rows = {name: [each.get(name) for each in values] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 

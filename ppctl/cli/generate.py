@@ -8,9 +8,8 @@ import json
 import subprocess
 from pathlib import Path
 
-from ppctl.cli.ckpt_convert import DTYPES
 from ppctl.cli.console import note, prose, width
-from ppctl.cli.runs import above_0, add_runs_directory
+from ppctl.cli.runs import DTYPES, above_0, add_runs_directory
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import CONFIG
 from ppctl.host.processes import python
@@ -27,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=whole, default=128, metavar="N", help="at most so many (default: 128)")
     parser.add_argument("--chat", action="store_true", help="the prompt is a turn, by the chat template")
     parser.add_argument("--template", metavar="FILE", help="--chat with this chat template")
+    parser.add_argument("--system", metavar="TEXT", help="--chat behind this message of the system")
     words = "draw each token by its probability, the logits divided by T (default: take the likeliest token)"
     parser.add_argument("--temperature", type=scale, metavar="T", help=words)
     parser.add_argument("--top-k", type=whole, metavar="K", help="draw from the K likeliest tokens")

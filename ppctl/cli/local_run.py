@@ -250,9 +250,13 @@ def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
     limits, first_step = Limits.of(config.launch), step_of(tried[0].path if tried else None)
     with own_directory(shared_memory()) as directory:
         job = LocalJob(run, launch.plan.sizes.world, directory, config.launch.env, limits=limits, first_step=first_step)
-        live = out is sys.stdout and is_live()  # then above a block that shows the run's progress
-        with _live_block(job, config) if live else nullcontext(writer_to(out)) as lines:
-            outcome = supervise(job, lines)
+        lines: AbstractContextManager[Callable[[str], None]] = nullcontext(writer_to(out))
+        if out is sys.stdout and is_live():  # then above a block that shows the run's progress
+            from ppctl.cli.live import live_block  # rich
+
+            lines = live_block(run, directory, job.world_size, config.train.steps)
+        with lines as write:
+            outcome = supervise(job, write)
     if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
         note("")  # the terminal has shown ^C
     if outcome.report:
@@ -265,12 +269,6 @@ def first_screen(plan: Plan) -> str:
     columns = width()
     facts = prose([*plan_text.equations(plan), plan_text.schedule_line(plan)], columns)
     return "\n".join([prose([plan_text.legend(plan)], columns), "", plan_text.drawing(plan), "", facts])
-
-
-def _live_block(job: LocalJob, config: RunConfig) -> AbstractContextManager[Callable[[str], None]]:
-    from ppctl.cli.live import live_block  # rich
-
-    return live_block(job.run, job.directory, job.world_size, config.train.steps)
 
 
 def saved_before(run: RunDir, outcome: JobOutcome) -> str:

@@ -19,6 +19,7 @@ from ppctl.launch.planning import only_memory, planned, refusal
 from ppctl.plan import Plan
 from ppctl.plan.plan import LIMIT_KEYS
 from ppctl.plan.plan_picture import picture
+from ppctl.plan.violations import ConfigValues
 from ppctl.records.json_reader import without_collections
 from ppctl.schedule.simulate import to_slots
 
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
     parser.add_argument("--dump-schedule", metavar="FILE.csv", help="write the schedule in torch's compute-only CSV")
     add_timeline_argument(parser)
+    words = "show what goes on if so many nodes are lost: 1,2,4 (docs/planning.md)"
+    parser.add_argument("--lost", metavar="N,N,...", help=words)
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="plan another system's config (docs/migrating.md)"
     )
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @without_collections()  # a plan is many small tuples without cycles: looking for them takes a tenth of the time
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Exit code 0, 2 with problems of the config, 4 if only the memory does not fit."""
-    found = None
+    found, lost, below = None, list[dict[str, Any]](), ""
     try:
         if args.source is not None or args.write is not None or args.from_format:
             from ppctl.cli import plan_from  # and with it the tables of other systems' names
@@ -70,12 +73,17 @@ def run(args: argparse.Namespace) -> int:
         problems += _write(args, composed, plan)
     if any(problem.code in _UNREAD for problem in problems):
         plan = None
+    if args.lost is not None and plan is not None and not problems:
+        from ppctl.cli.lost import losses  # and with it the search
+
+        lost, below, wrong = losses(args.lost, ConfigValues(composed.config, composed.provenance), plan)
+        problems += wrong
     if args.json:
         report = EMPTY if plan is None else plan.report()
-        report = report | ({"translation": found[1]} if found else {})
+        report = report | ({"translation": found[1]} if found else {}) | ({"lost": lost} if lost else {})
         print(json.dumps(report | {"problems": [problem.to_json() for problem in problems]}, indent=2))
     else:
-        _show(composed, plan, problems, found[0] if found else "")
+        _show(composed, plan, problems, found[0] if found else "", below)
     print_problems(problems)
     return 0 if not problems or (args.force and only_memory(problems)) else refusal(problems).exit_code
 
@@ -112,11 +120,12 @@ def _write(args: argparse.Namespace, composed: Composed, plan: Plan) -> Iterator
             yield from error.problems
 
 
-def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem], translation: str) -> None:
+def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem], translation: str, lost: str) -> None:
     columns = width()
     blocks: list[tuple[str, str]] = [(translation, "")] if translation else []
     if plan is not None:
         blocks += [(text, "") for text in plan_text.blocks(plan, composed.config, columns)]
+    blocks += [(lost, "")] if lost else []
     if problems:
         listed = plan_text.problem_lines(problems, planned=plan is not None)
         below = is_live() and sys.stderr.isatty()  # the same screen will show them in full

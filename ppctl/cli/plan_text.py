@@ -81,7 +81,7 @@ def _chunk(stage: StageSpec) -> Chunk:
 def table(plan: Plan, width: int) -> str:
     """The layers and costs of each pp_rank, no wider than `width` if it can be; where numbers differ within a row,
     those of its first and its last rank."""
-    unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
+    unit = unit_for(plan.peak_bytes)
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
     rows = _rows(plan)
     costs = [["pp_rank", "params", "FLOPs", "idle", "in flight", *memory], *(_costs(plan, row, unit) for row in rows)]
@@ -153,12 +153,17 @@ def memory_line(plan: Plan) -> str:
     return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{sign} {terms}"
 
 
+def room(plan: Plan) -> str:
+    """The share of a device's memory that is free at the peak; empty without a limit."""
+    return "" if plan.limit is None else f"{1 - plan.peak_bytes / plan.limit.available_bytes:.0%}"
+
+
 def limit_line(plan: Plan) -> list[str]:
     """The memory that a rank may hold, and the share of the highest peak; nothing if no limit is known."""
     limit = plan.limit
     if limit is None or limit.available_bytes <= 0:
         return []
-    share = max(cost.peak_bytes for cost in plan.pp_ranks) / limit.available_bytes
+    share = plan.peak_bytes / limit.available_bytes
     tight = "; tight: fragmentation of the allocator, which is not planned, may not fit" if plan.tight else ""
     return [
         f"a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}: {share:.1%} of it is used{tight}"

@@ -18,6 +18,8 @@ from ppctl.runs.rundir import RunDir, warn
 
 RUNS = Path("runs")
 """The directory of all runs, if no other is named."""
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""What weights may be read or written as."""
 T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
@@ -73,7 +75,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     status, metrics = run.status(), run.metrics_file(last=1).read()
     state, why = _state(run, status)
     last = metrics[-1] if metrics else {}
-    checkpoint = checkpoint_of(run)
+    checkpoint, back = checkpoint_of(run), readable(lambda: checkpoint_folder.steps_back(run.checkpoints)) or ()
     return {
         "id": run.id,
         "name": run.name,
@@ -85,6 +87,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or why,
         "checkpoint": str(checkpoint) if checkpoint else None,
+        "steps_back": ", ".join(f"{s.bad} to {s.step} (without samples {s.first} to {s.end - 1})" for s in back)
+        or None,
         "starts": lives(run),
         "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
@@ -92,9 +96,14 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def lives(run: RunDir) -> list[str]:
-    """A line for each start that agents began after the run's first: after which step, where, and why."""
-    later = run.environment().get("starts", ())[1:]
-    return [f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}" for one in later]
+    """A line for each start that agents began after the run's first: after which step, where, why, and its phases."""
+
+    def line(one: dict[str, Any]) -> str:
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in one.get("start_up", {}).items())
+        said = f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}"
+        return f"{said} ({phases})" if phases else said
+
+    return [line(one) for one in run.environment().get("starts", ())[1:]]
 
 
 def readable(read: Callable[[], T]) -> T | None:

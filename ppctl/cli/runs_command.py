@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import secrets
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ppctl.cli.comparison import comparison, comparison_page, comparison_text, labels
 from ppctl.cli.console import UNFOLDED, aligned, fits, folded, note, width
-from ppctl.cli.runs import add_run_arguments, facts, named_run
-from ppctl.cli.runs_delete import delete
+from ppctl.cli.jobs import state_of
+from ppctl.cli.runs import STARTED, add_run_arguments, facts, named_run, short_path
 from ppctl.cli.timeline import obstacle
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.files import read_whole, write_atomically
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.finding import find_runs, list_runs
+from ppctl.runs.run_starts import at_rest
 from ppctl.runs.rundir import RunDir
 
+_WRITTEN_BY_A_START = ("config.yaml", "plan.json", "command.txt", "status.json")
+"""Files that every run has: a directory without them may be anything."""
 _TIMES = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%m-%d %H:%M")
 
 
@@ -50,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if action == "compare":
         return _compare(find_runs(references, args.dir, args.typed), args)
     if action == "delete":
-        return delete(find_runs(references, args.dir), args)
+        return _delete(find_runs(references, args.dir), args)
     if args.more or (action == "list" and references):
         message = f"{references[-1]}: `ppctl runs {action}` does not take {'several runs' if args.more else 'a run'}"
         remedy = f"ppctl runs {'compare' if args.more else 'show'} {pasted(*references)}"
@@ -58,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if action == "show":
         chosen = named_run(args)
         best = checkpoint_folder.best(checkpoint_folder.complete(chosen.checkpoints))[:1]
-        one = facts(chosen) | {"best": str(best[0]) if best else None}
+        one = facts(chosen) | {"best": str(best[0]) if best else None, "replay": chosen.environment().get("replay")}
         print(json.dumps(one, indent=1) if args.json else _shown(one))
         return 0
     runs = list_runs(args.dir)
@@ -108,7 +115,8 @@ def _shown(one: dict[str, Any]) -> str:
 def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     if len(runs) < 2:
         message = f"two or more runs are compared, and {len(runs)} {'is' if runs else 'are'} named"
-        raise ConfigError(Problem("PP-E105", message, "ppctl runs compare '*'"))
+        ways = ["ppctl runs compare '*'", *(f"ppctl runs show {pasted(run.id)}" for run in runs)]
+        raise ConfigError(Problem("PP-E105", message, "\n".join(ways)))
     if args.html is not None and (reason := obstacle(args.html)):
         message = f"the page cannot be written to {args.html}: {reason}"
         raise ConfigError(Problem("PP-E129", message, "--html runs.html", "command line"))
@@ -137,3 +145,61 @@ def _table(runs: list[dict[str, Any]], time_form: str, columns: int, differs: bo
         row = (one["id"], one["name"], one["state"], str(one["step"]), loss, when)
         rows.append((*row, *[one["differs"]] * differs))
     return aligned(folded(rows, columns, " ") if differs else rows)
+
+
+def _delete(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
+    """Delete `runs` after asking; returns 1 if the answer is no. Raises ConfigError with the problems of all runs.
+
+    A run disappears by one rename, and is then removed: what an interruption leaves, the next `delete` removes.
+    """
+    remains = [path for path in args.dir.absolute().glob("*/.*.deleted") if _is_own(path)]
+    states = [state_of(run) for run in runs]
+    if problems := [problem for run, state in zip(runs, states, strict=True) for problem in _problems(run, state)]:
+        raise ConfigError(problems)
+    if not runs and not remains:
+        raise ConfigError(Problem("PP-E105", "`ppctl runs delete` takes runs, and none is named", "ppctl runs"))
+    sizes = [_bytes_of(run.path) for run in runs]
+    what = f"{len(runs)} run{'s' * (len(runs) != 1)}, {sum(sizes):,} bytes"
+    if runs and not args.yes:
+        for run, state, size in zip(runs, states, sizes, strict=True):
+            note(f"{short_path(run.path)}: {state}, {size:,} bytes")
+        if not sys.stdin.isatty():
+            message = f"nobody is there who could be asked whether to delete {what}"
+            raise ConfigError(Problem("PP-E651", message, pasted("ppctl", *args.typed, "--yes"), "stdin"))
+        print(f"delete {what}? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            print("nothing was deleted")
+            return 1
+    for run in runs:
+        with at_rest(run):
+            remains.append(run.path.rename(run.path.with_name(f".{run.id}.{secrets.token_hex(4)}.deleted")))
+    try:
+        for path in remains:
+            shutil.rmtree(path)
+    except KeyboardInterrupt:
+        note("interrupted: the runs are gone, and `ppctl runs delete` removes what is left of their files")
+        raise
+    done = {"deleted": [str(run.path) for run in runs], "bytes": sum(sizes)}
+    print(json.dumps(done) if args.json else f"deleted {what}")
+    return 0
+
+
+def _problems(run: RunDir, state: str) -> Iterator[Problem]:
+    where = pasted(short_path(run.path))
+    missing = [name for name in _WRITTEN_BY_A_START if not (run.path / name).is_file()]
+    if missing or not _is_own(run.path):
+        why = f"it has no {missing[0]}" if missing else "it is a link, or another user's"
+        yield Problem("PP-E651", f"{run.path} is not deleted: {why}", f"ls -lad {where}", str(run.path))
+    elif state in ("queued", *STARTED) and (state != "queued" or run.job()):
+        remedy = f"ppctl cancel {where}" if run.job() else f"ppctl status {where}"
+        yield Problem("PP-E613", f"run {run.id} is {state}, and is not deleted", remedy, str(run.path))
+
+
+def _is_own(path: Path) -> bool:
+    return path.lstat().st_uid == os.geteuid() and not path.is_symlink()
+
+
+def _bytes_of(directory: Path) -> int:
+    """Bytes of all files below a directory, those with several names once."""
+    files = [os.lstat(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names]
+    return sum({(file.st_dev, file.st_ino): file.st_size for file in files}.values())

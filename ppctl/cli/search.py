@@ -21,6 +21,7 @@ from typing import Any
 
 from ppctl.cli import search_text
 from ppctl.cli.console import console, note, width
+from ppctl.cli.lost import numbers
 from ppctl.cli.main import INTERRUPTED
 from ppctl.cli.recipes import lines_of
 from ppctl.cli.search_page import page
@@ -136,7 +137,7 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
     """Search on each number of nodes, and print the fastest configuration of each."""
     found: list[tuple[Search, list[AnswerRow]]] = []
     interrupted = False
-    for nodes in _numbers(args.nodes):
+    for nodes in numbers("--nodes", args.nodes, "4,8,16"):
         search = Search(_space(args, values, nodes), measured)
         interrupted = _to_the_end(search, alone=True)
         found.append((search, rows(search)[:1]))
@@ -159,15 +160,6 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
 def _on(args: argparse.Namespace, nodes: int) -> list[str]:
     """The words that were typed, on another number of nodes."""
     return [*(word for word in args.line.overrides if not word.startswith("launch.nodes=")), f"launch.nodes={nodes}"]
-
-
-def _numbers(text: str) -> list[int]:
-    words = text.split(",")
-    sound = all(word.isdecimal() and 0 < int(word) <= MOST_RANKS for word in words)
-    if not sound or len({*map(int, words)}) < len(words):
-        wrong = "one number stands twice" if sound else "whole numbers with commas"
-        raise ConfigError(Problem("PP-E105", f"--nodes {text or repr(text)}: {wrong}", "--nodes 4,8,16", PLACE))
-    return [int(word) for word in words]
 
 
 def _asked(text: str) -> dict[str, Any]:
@@ -240,7 +232,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
-    space = _space(args, values, None if args.nodes is None else max(_numbers(args.nodes)))
+    space = _space(args, values, None if args.nodes is None else max(numbers("--nodes", args.nodes, "4,8,16")))
     of_values = {problem.message for problem in check(values.config, values.provenance)}
     problems = [problem for problem in problems if problem.message not in of_values]
     wrong = check(space.neutral.config, space.neutral.provenance)

@@ -42,7 +42,7 @@ def _field(search: Search) -> Iterator[str]:
     times = [*(each.plan.step_time_s for each in points), *(branch.seconds for branch in cut)]
     begin, end = 0.97 * min(times), 1.02 * max(times)
     room, below = limit.available_bytes if limit else 0, _TOP + _HEIGHT
-    top = 1.08 * max([room, *(each.peak for each in points)])
+    top = 1.08 * max([room, *(each.plan.peak_bytes for each in points)])
 
     def x(seconds: float) -> int:
         return round(_LEFT + _WIDTH * (seconds - begin) / (end - begin))
@@ -65,7 +65,7 @@ def _field(search: Search) -> Iterator[str]:
         yield f'<path stroke-width="2" d="M{at} {below + 2}v{5 + 6 * log10(size + 1):.0f}">'
         yield f"<title>cut off by their bounds: {number(size, 'configuration')}</title></path>"
     for place, each in reversed([*enumerate(points)]):
-        seconds, peak = each.plan.step_time_s, each.peak
+        seconds, peak = each.plan.step_time_s, each.plan.peak_bytes
         words = f"{sizes(each.configuration)}: {seconds:.4g} s, {each.plan.timing.tokens_per_s:,.0f} tokens/s, "
         words += f"peak {peak / GIB.size:.1f} GiB" + ", does not fit" * (not each.fits)
         if each.bound:

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppctl.cli.console import aligned, fits, folded, prose
+from ppctl.cli.plan_text import room
 from ppctl.config.argv import SHORT, retyped
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.violations import Overrides, overrides_text
 from ppctl.search.answer import BAND, BAND_SOURCE, AnswerRow, Change, Other, others
-from ppctl.search.branch import CLOSE, Planned, Search
+from ppctl.search.branch import CLOSE, Search
 from ppctl.search.space import Configuration, SearchSpace
 
 
@@ -58,10 +59,15 @@ def table(listed: Sequence[AnswerRow], columns: int) -> str:
     head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by"]
     body, ways = [head], [["configuration"]]
     for number, row in enumerate(listed, 1):
-        plan, peak = row.planned.plan, row.planned.peak
+        plan = row.planned.plan
         mfu = "" if plan.timing.mfu is None else f"{plan.timing.mfu:.1%}"
-        figures = [f"{plan.timing.tokens_per_s:,.0f}", mfu, f"{plan.bubble_fraction:.1%}", f"{peak / GIB.size:.1f}"]
-        body.append([str(number), *figures, room(row.planned), row.limit])
+        figures = [
+            f"{plan.timing.tokens_per_s:,.0f}",
+            mfu,
+            f"{plan.bubble_fraction:.1%}",
+            f"{plan.peak_bytes / GIB.size:.1f}",
+        ]
+        body.append([str(number), *figures, room(plan), row.limit])
         alike = (f"or cp{of.cp} mbs{of.micro_batch_size}" for of in row.alike)
         ways.append([sizes(row.planned.configuration), *alike])
     blank = [""] * len(head)
@@ -70,12 +76,6 @@ def table(listed: Sequence[AnswerRow], columns: int) -> str:
         return wide
     below = ["", *(f"\n{prose([' '.join(['  ', *some])], columns)}" for some in ways[1:])]
     return "\n".join(map("".join, zip(aligned(body, 6).splitlines(), below, strict=True)))
-
-
-def room(planned: Planned) -> str:
-    """The share of a device's memory that is free at the peak."""
-    limit = planned.plan.limit
-    return "" if limit is None else f"{1 - planned.peak / limit.available_bytes:.0%}"
 
 
 _AGAIN = {"modules": "recompute-modules", "full": "recompute-full"}
@@ -172,7 +172,7 @@ def frontier(found: Sequence[tuple[Search, list[AnswerRow]]], columns: int) -> s
         planned = listed[0].planned
         timing = planned.plan.timing
         mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
-        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(planned)]
+        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(planned.plan)]
         body.append([gpus, *rates, sizes(planned.configuration) + " (interrupted)" * (not search.proved)])
     return aligned(folded(body, columns, " "), 5)
 

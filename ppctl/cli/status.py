@@ -131,6 +131,8 @@ def _said(report: dict[str, Any]) -> list[str]:
     lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']:,}{of}"]
     if report["loss"] is not None:
         lines.append(", ".join(_figures(report)))
+    if report["steps_back"]:
+        lines.append(f"went back behind bad steps: from {report['steps_back']}")
     job = report.get("job")
     if job and job["state"] is None:
         lines.append(f"job {job['job']}: its scheduler does not know it (any more)")

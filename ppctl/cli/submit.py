@@ -31,6 +31,7 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.script import SlurmJob, directives, render, render_array
 from ppctl.launch.trackers import unusable
 from ppctl.plan import Plan
+from ppctl.plan.memory_limit import amount
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir, printable
 
@@ -51,19 +52,20 @@ def run(args: argparse.Namespace) -> int:
     """Submit one run, or with -m the runs of the command line that have no job and have not finished, as an array job.
     Exit codes: 0 submitted, 2 config or the system refuses, 3 checkpoint, 4 memory."""
     several = bool(args.line.lists)
-    if several and (args.dry_run or args.on == KUBERNETES):
-        which = "--dry-run prints the script of" if args.dry_run else "--on kubernetes submits"
-        again = typed_again("submit", args.line.overrides) + " --dry-run" * args.dry_run
-        again += " --on kubernetes" * (args.on == KUBERNETES)
-        raise ConfigError(Problem("PP-E106", f"{which} one run; type one value of each key", again))
     if args.on == KUBERNETES:
+        if several:
+            again = f"{typed_again('submit', args.line.overrides)} --on kubernetes"
+            message = "--on kubernetes submits one run; type one value of each key"
+            raise ConfigError(Problem("PP-E106", message, again))
         return _submit_to_cluster(prepare(args), args)
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
     jobs = [_job(each.launch) for each in swept]
-    if args.dry_run:
-        sys.stdout.write(render(jobs[0]))
-        return 0
     refuse(list(_of_other_size(jobs)))
+    if args.dry_run:
+        sys.stdout.write(render_array(jobs[0], [Path(job.run) for job in jobs]) if several else render(jobs[0]))
+        if several:
+            note(aligned(_plan_row(number, each) for number, each in enumerate(swept)))
+        return 0
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
         remedy = pasted("ppctl", "train", *args.typed[1:]) if several else f"{jobs[0].command} --dry-run"
@@ -105,6 +107,14 @@ def _show(run: RunDir, job: str) -> None:
     print(f"job {job}\nrun {run.path}\n\nnext:")
     for command in ("status", "logs", "cancel"):
         print(f"  {program()} {command} {pasted(short_path(run.path))}")
+
+
+def _plan_row(task: int, run: SweptRun) -> list[str]:
+    """One line on the run that a task of the array would train: its values, and what its plan promises."""
+    plan = run.launch.plan
+    peak = amount(max(cost.peak_bytes for cost in plan.pp_ranks))
+    speed = f"{plan.timing.tokens_per_s:,.0f} tokens/s"
+    return [f"task {task}", run.label, f"{plan.sizes.world} ranks", f"{peak} a device", speed]
 
 
 def prepare(args: argparse.Namespace) -> Launch:

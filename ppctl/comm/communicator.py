@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.buffers import BufferPool, Message, MessageSpec, Shelf
-from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, empty_header, header, shapes_of, wait_for
+from ppctl.comm.buffers import BufferPool, Message, Shelf
+from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
 from ppctl.comm.connections import Connections, connections_of, loop_channels, make_ends, moves_on_device
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem, ScheduleError
@@ -67,7 +66,7 @@ class GroupTransport:
         return self._start(dist.irecv, tensors[0], src)
 
     def get_error(self) -> object:
-        """What NCCL's watchdog has found; gloo has none, and raises."""
+        """The fault that NCCL's watchdog has found; gloo has none, and raises."""
         return self._group._get_backend(self._device).get_error()
 
     def _start(self, op: Callable[..., object], tensor: torch.Tensor, peer: int) -> dist.Work:
@@ -117,78 +116,28 @@ class FusedBatch:
         self._channels.append(channel)
 
 
-class AnnouncedBatch:
-    """Messages of variable shape on the pipeline's own group, one message after the other, each after a header with its
-    sizes.
+class AnnouncedBatch(LooseBatch):
+    """Messages of variable shape on the pipeline's own group, each of which is over before the next one starts.
 
     A receive can start only when its header has been read, and on one group nothing but their order tells messages
-    apart: so each is over before the next one starts. All lists have them in one common order (`batch_messages`), and
-    the first that is not over can always go on.
+    apart. All lists have them in one common order (`batch_messages`), and the first that is not over can always go on.
+    On CUDA the host waits for every header that it reads, and for nothing else.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._listed: list[Callable[[], None]] = []
-
     def send(self, end: DirectEnd, message: Message) -> None:
-        """Add contiguous tensors to send."""
-        self._listed.append(partial(self._send, end, message))
+        """Send contiguous tensors."""
+        super().send(end, message)
+        self.settle()
 
     def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
-        """Add a message to receive; it has no tensors before the batch is over."""
-        arrival = Arrival(())
-        self._listed.append(partial(self._receive, end, arrival, shelf.spec))
+        """Receive a message."""
+        arrival = super().post(end, shelf)
+        self.settle()
         return arrival
 
-    def settle(self) -> None:
-        """Send and receive in the order in which messages were added. On CUDA the host waits for every header that it
-        reads, and for nothing else."""
-        for move in self._listed:
-            move()
-        self._listed.clear()
 
-    def _send(self, end: DirectEnd, message: Message) -> None:
-        wait_for(end.start_send((header(message, self._device),)), end.channel)
-        wait_for(end.start_send(message), end.channel)
-
-    def _receive(self, end: DirectEnd, arrival: Arrival, spec: MessageSpec) -> None:
-        sizes = empty_header(len(spec), self._device)
-        wait_for(end.receive_into((sizes,)), end.channel)
-        arrival.message = spec.make(self._device, shapes_of(sizes))
-        wait_for(end.receive_into(arrival.message), end.channel)
-
-
-MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
+MessageBatch = LooseBatch | FusedBatch
 """Messages that are added one by one, until `settle` waits for all of them."""
-
-
-class BatchedEnd:
-    """A channel's end if messages travel in batches."""
-
-    __slots__ = ("_batch", "_end", "channel", "check")
-
-    def __init__(self, end: DirectEnd, batch: MessageBatch) -> None:
-        self._end, self.channel = end, end.channel
-        self._batch = batch
-        self.check = end.check
-
-    def reserve(self, capacity: int) -> None:
-        """Do nothing: no send is outstanding after a batch."""
-
-    def post(self, shelf: Shelf) -> Arrival:
-        """Add the receive of the next message."""
-        return self._batch.post(self._end, shelf)
-
-    def send(self, message: Message) -> None:
-        """Add a send."""
-        self._batch.send(self._end, message)
-
-    def flush(self) -> None:
-        """Do nothing: no send is outstanding after a batch."""
-
-
-ChannelEnd = DirectEnd | BatchedEnd
-"""A channel's end as the engine uses it."""
 
 
 _AS_DECLARED = Modes()
@@ -280,11 +229,11 @@ class Communicator:
     def batch(self) -> MessageBatch:
         """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""
         if self.fused and self.modes.variable:
-            return AnnouncedBatch(self.device)
+            return AnnouncedBatch()
         return FusedBatch(self.pp_group, sync=self.sync) if self.fused else LooseBatch()
 
-    def end_in(self, channel: Channel, batch: MessageBatch | None = None) -> ChannelEnd:
-        """This rank's end of a channel as the engine uses it: its own, or a part of `batch`.
+    def end_in(self, channel: Channel) -> DirectEnd:
+        """This rank's end of a channel, for the messages of a schedule.
 
         Raises ScheduleError if shapes vary and channels are not connected yet: one host would wait for the other to
         connect, which waits for a header that the first one has not enqueued.
@@ -295,7 +244,7 @@ class Communicator:
                 "that read each other's headers would wait for each other"
             )
             raise ScheduleError(Problem("PP-E390", message, "Communicator(pp_group, modes, connect=True)"))
-        return self.end(channel) if batch is None else BatchedEnd(self.end(channel), batch)
+        return self.end(channel)
 
     def end(self, channel: Channel) -> DirectEnd:
         """This rank's end of a channel. Raises ScheduleError for a channel that was not made."""

@@ -191,7 +191,9 @@ def make_ends(
             dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
             torch.cuda.synchronize(device)
             for end in of_group.values():
-                _connect(end, rank, device)
+                first_message(end, rank, device)
+        if variable:
+            return {channel: VariableEnd(end, end, device, device) for channel, end in of_group.items()}
         return of_group
     if device.type == "cuda" and moves_on_device(pp_group):
         kind = device_backend(pp_group)
@@ -235,7 +237,7 @@ def _pair_ends(
         peer = sorted(channel[:2]).index(other_end(channel, connections.rank))
         made = DirectEnd(channel, connections.of_pair(kind, channel, part), peer, 0)
         if connect:
-            _connect(made, connections.rank, device)
+            first_message(made, connections.rank, device)
         return made
 
     if not variable:
@@ -243,8 +245,8 @@ def _pair_ends(
     return {c: VariableEnd(end(c, "body"), end(c, "header"), device, device) for c in own}
 
 
-def _connect(end: DirectEnd, rank: int, device: torch.device) -> None:
-    """Send a first message, so that connecting is in no step."""
+def first_message(end: DirectEnd, rank: int, device: torch.device) -> None:
+    """Send a number over a channel, or receive it, and wait for it: then the channel is connected."""
     probe = (torch.zeros(1, device=device),)
     for work in end.start_send(probe) if end.channel.source == rank else end.receive_into(probe):
         work.wait()

@@ -25,7 +25,7 @@ class Turns:
     """
 
     current: Turns | None = None
-    """What runs a pair in this process at the moment."""
+    """The one that runs a pair in this process at the moment."""
 
     def __init__(
         self,

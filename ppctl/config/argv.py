@@ -17,18 +17,10 @@ from ppctl.errors import Problem, pasted
 LAYOUT = "parallel.pipeline_model_parallel_layout"
 
 ALIASES = {name: key for name, key in names_of_keys("names").items() if "-" not in name and "." not in name}
-SHORT = {key: name for name, key in reversed(ALIASES.items())}
-"""Key -> the first of its short names."""
 """Short name of a key -> key."""
 
-SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in name}
-"""Another system's name of a key, with its section -> key."""
-
-RECIPE_FLAGS = ("--config", "--recipe")
-"""Other programs' ways to name a file of settings; so does a word that ends like a YAML file."""
-
-MULTIRUN = ("-m", "--multirun")
-"""Hydra's flags for one run of each combination of listed values."""
+SHORT = {key: name for name, key in reversed(ALIASES.items())}
+"""Key -> the first of its short names."""
 
 PLACE = "command line"
 
@@ -40,7 +32,7 @@ _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 def full_name(name: str) -> str:
     """The key that an alias, or another system's name, stands for; any other name as it is."""
-    return ALIASES.get(name) or SYNONYMS.get(name, name)
+    return name if name.startswith("-") else names_of_keys("names").get(name, name)
 
 
 @dataclass(slots=True)
@@ -90,13 +82,13 @@ class _Sorter:
     def take(self, token: str) -> None:
         """Sort one token (and the value that follows it)."""
         name, equals, value = token.partition("=")
-        if token in MULTIRUN:
+        if token in ("-m", "--multirun"):  # of Hydra, for one run of each combination of listed values
             self.multirun = True
         elif name in self.own:
             self._own_flag([token], needs_value=self.own[name] and not equals)
         elif name in TAKEN and (equals or TAKEN[name].is_switch or self._value_follows()):
             self._taken_flag(token, TAKEN[name])
-        elif name in RECIPE_FLAGS and (equals or self._value_follows()):
+        elif name in ("--config", "--recipe") and (equals or self._value_follows()):
             self._recipe(value if equals else self.queue.pop(0))
         elif token.startswith("-") and len(token) > 1:
             if not equals:

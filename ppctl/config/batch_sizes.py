@@ -7,7 +7,7 @@ Source: Megatron-core's RampupBatchsizeNumMicroBatchesCalculator, in whole numbe
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,6 +33,10 @@ class Segment(NamedTuple):
     """Samples of each step."""
 
 
+Spans = Sequence[tuple[int, int]]
+"""Positions in the data, from the first to before the second."""
+
+
 class BatchSizes:
     """The size of every step from a position on, in segments: what a step takes depends on the samples before it."""
 
@@ -43,6 +47,14 @@ class BatchSizes:
     def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0) -> BatchSizes:
         """The sizes of a config, after `step` completed steps that took `consumed` samples."""
         return cls(train.global_batch_size, rampup_of(train), step, consumed)
+
+    def pass_by(self, spans: Spans) -> None:
+        """Leave the samples of `spans` out: a step that would read one of them begins at the span's end."""
+        for first, end in sorted(spans):
+            begin = self.segments[-1]  # of the whole batch: no run goes back while its batch grows
+            if begin.sample < end:
+                steps = max(0, (first - begin.sample) // begin.size)
+                self.segments[len(self.segments) - (not steps) :] = [Segment(begin.step + steps, end, begin.size)]
 
     def at(self, step: int) -> int:
         """Samples of the step that follows `step` completed ones."""

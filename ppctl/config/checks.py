@@ -62,6 +62,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     parallel_rules.exchanging_layers,
     run_rules.local_copies,
     run_rules.best_checkpoints,
+    run_rules.guards,
 )
 """The rules between values, in the order in which their findings are reported."""
 

@@ -72,6 +72,11 @@ class LaunchConfig:
     """`ppctl node`: hosts beyond `nodes` that wait to take the place of one that is lost; further ones are refused."""
     max_restarts: int = key(3, not_negative(MOST_RANKS), jobs="node")
     """`ppctl node`: how often in a row the ranks are started again without having done a step that was new."""
+    shrink: str = key("wait", one_of("wait", "requeue", "smaller"), jobs="node")
+    """`ppctl node`: what follows if a host is lost and none takes its place. `wait`: wait for one. `requeue`: end with
+    exit code 75 after `shrink_after`. `smaller`: go on then with what `ppctl plan --lost` plans for the hosts left."""
+    shrink_after: str = key("10m", TIME, jobs="node", needs="launch.shrink=requeue,smaller")
+    """`ppctl node`: how long to wait for a host in the place of a lost one before the run ends or goes on smaller."""
     account: str | None = key(None, ONE_LINE, options="-A --account", jobs="slurm")
     """SLURM: the account that pays (sbatch --account)."""
     qos: str | None = key(None, ONE_LINE, options="-q --qos", jobs="slurm")

@@ -38,7 +38,8 @@ class ModelConfig:
     """Other values for fields of config.json, if the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
     lora: dict[str, Any] = key(dict, training=True)
     """Train low-rank adapters beside frozen weights, where the code is transformers': `rank` and `targets`, names of
-    the modules that get one, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank."""
+    the modules that get one, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank;
+    `layers`, `dropout`, and `modules_to_save`, names of modules that are trained whole beside them."""
     transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """The description of a model whose code is transformers', as JSON. Set by model.from, never typed."""
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)

@@ -138,7 +138,7 @@ def schedule(config: RunConfig) -> Iterator[Finding]:
     """A schedule that exists, with the keys that apply to it."""
     name, memory = config.pipeline.pp_schedule, config.pipeline.schedule_memory
     if memory is not None and (config.pipeline.pp_schedule_csv is not None or schedule_policy(name) != AUTO):
-        message = f"pipeline.schedule_memory={memory:g} is a limit for a search, and no schedule is searched for"
+        message = f"pipeline.schedule_memory={memory} is a limit for a search, and no schedule is searched for"
         remedy = f"pipeline.pp_schedule={AUTO}" if config.pipeline.pp_schedule_csv is None else None
         unset = "pipeline.schedule_memory=null"
         yield ("pipeline.schedule_memory", "pipeline.pp_schedule"), message, "\n".join(filter(None, (remedy, unset)))

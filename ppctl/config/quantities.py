@@ -9,6 +9,7 @@ _SLURM = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", re.AS
 _MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
 _TOKENS = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([KMBT]?) ?tokens", re.ASCII)
 _STEPS = re.compile(r"([1-9][0-9]{0,11}):([1-9][0-9]{0,11})", re.ASCII)
+_ROLLBACK = re.compile(r"rollback:([1-9][0-9]{0,8})", re.ASCII)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -49,6 +50,14 @@ def memory_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
+def activations(limit: float | str, unit: float = 1.0) -> float:
+    """Bytes of `60GiB`, or of a number of times `unit` bytes. Raises ValueError for what is not above 0."""
+    size = memory_bytes(limit) if isinstance(limit, str) else limit * unit
+    if not 0 < size < float("inf"):
+        raise ValueError(f"{limit} is not above 0")
+    return size
+
+
 def tokens(text: str) -> float:
     """The number of `10T tokens`, `500B tokens`, `1e9 tokens`. Raises ValueError for anything else."""
     match = _TOKENS.fullmatch(text.strip())
@@ -68,3 +77,11 @@ def steps_of(text: str) -> range:
     if not 0 < len(steps) <= MOST_STEPS:
         raise ValueError(f"{text!r} is not a range of 1 to {MOST_STEPS} steps, as 10:12 for steps 10 and 11")
     return steps
+
+
+def rollback_of(text: str) -> int:
+    """The steps of `rollback:100`; 0 for `stop` and `skip`. Raises ValueError for anything else."""
+    match = _ROLLBACK.fullmatch(text)
+    if match is None and text not in ("stop", "skip"):
+        raise ValueError(f"{text!r} is not stop, skip or a number of steps to go back, as rollback:100")
+    return 0 if match is None else int(match[1])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ppctl.config.batch_sizes import MICRO_BATCH
 from ppctl.config.keys import Finding, keys_with, names_of_keys
-from ppctl.config.quantities import slurm_seconds, steps_of
+from ppctl.config.quantities import rollback_of, slurm_seconds, steps_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
 
@@ -81,6 +81,24 @@ def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
         message = f"saves (every {saved} steps) do not all follow an evaluation (every {evaluated} steps)"
         fitting = f"interval={-(-max(saved, 1) // evaluated) * evaluated}" if evaluated else "keep_best=0"
         yield ("checkpoint.keep_best", "checkpoint.interval", "train.eval_interval"), message, f"checkpoint.{fitting}"
+
+
+def guards(config: RunConfig) -> Iterator[Finding]:
+    """Checkpoints that are there when a bad step asks for one, no batch that grows meanwhile; kernels that are known to
+    give the same bits twice."""
+    key, steps, checkpoint = "train.on_bad_step", rollback_of(config.train.on_bad_step), config.checkpoint
+    if steps and config.train.batch_rampup is not None:
+        message = "the sizes of a growing batch follow from samples, of which a rollback passes some by"
+        yield (key, "train.batch_rampup"), message, f"{key}=skip"
+    if steps and not checkpoint.interval:
+        message = "a rollback needs checkpoints, and without an interval there is one at the end"
+        yield (key, "checkpoint.interval"), message, f"checkpoint.interval={max(1, config.train.steps // 10)}"
+    elif steps and (need := -(-(steps - 1) // checkpoint.interval) + 1) > checkpoint.keep > 0 == checkpoint.keep_every:
+        message = f"{checkpoint.keep} checkpoints may not reach {steps:,} steps back, {need} do"
+        yield (key, "checkpoint.keep", "checkpoint.interval"), message, f"checkpoint.keep={need}"
+    if config.train.replay and config.model.kernels:
+        message = f"{', '.join(config.model.kernels)} may compute other bits the second time"
+        yield ("train.replay", "model.kernels"), message, "train.replay=0"
 
 
 def submission(config: RunConfig) -> Iterator[Finding]:

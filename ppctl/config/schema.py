@@ -12,6 +12,7 @@ from typing import Any
 
 from ppctl.config.launch_config import LaunchConfig, LogConfig
 from ppctl.config.metadata import (
+    ACTIVATIONS,
     MOST_CAPACITY,
     MOST_RANKS,
     MOST_SAMPLES,
@@ -108,9 +109,9 @@ class RunPipelineConfig(PipelineConfig):
     """Messages under way per channel (posted receives plus outstanding sends); none lets the plan choose."""
     extra_warmup: Any = 0
     """Forwards in flight beyond the textbook warm-up, at most pp - 1 - r on rank r; `auto` chooses by simulation."""
-    schedule_memory: float | None = key(None, positive())
-    """For pp_schedule=auto: the activations that a rank may hold, in units of what 1F1B keeps on its first rank. None:
-    what launch.device_memory leaves for them, and where that is none, 1."""
+    schedule_memory: float | str | None = key(None, ACTIVATIONS)
+    """For pp_schedule=auto: the activations that a rank may hold, as 60GiB; a number without a unit counts what 1F1B
+    keeps on its first rank. None: what launch.device_memory leaves for them, and where that is none, 1."""
     put_off_limit: int | None = key(None, not_negative(MOST_SAMPLES))
     """For a schedule with split backwards: the weight gradients that a rank may defer at once. Of more the oldest is
     computed behind the input gradient that would be one too many; 0 defers none. None: what the schedule has."""

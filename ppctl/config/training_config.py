@@ -13,6 +13,7 @@ from ppctl.config.metadata import (
     MOST_STAGES,
     MOST_TOKENS,
     NOT_EMPTY,
+    ON_BAD_STEP,
     PYTHON_NAMES,
     TIME,
     key,
@@ -197,12 +198,17 @@ class TrainConfig:
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
     naming parameter and ranks. For debugging; 0 never compares."""
+    replay: int = key(0, not_negative(), needs="parallel.deterministic_mode=true")
+    """Steps between steps in which every rank computes one microbatch of a stage twice, forward and backward: the run
+    stops before the update if a bit differs, naming rank and stage. 0 never does (docs/runs.md)."""
     callbacks: list[str] | None = key(None, PYTHON_NAMES)
     """Classes of your own that follow the run, as [package.module:Class], imported by every rank from where Python
     finds them (PYTHONPATH) and called in this order (docs/callbacks.md)."""
-    on_bad_step: str = key("stop", one_of("stop", "skip"), names="train.nonfinite")
+    on_bad_step: str = key("stop", ON_BAD_STEP, names="train.nonfinite")
     """The reaction to a gradient norm that is not finite, or too large by `spike_factor`: `stop` ends the run before
-    the update; `skip` leaves the update out and goes on behind the step's samples, at most ten times in a row."""
+    the update; `skip` leaves the update out and goes on behind the step's samples, at most ten times in a row;
+    `rollback:N` goes back to the newest checkpoint that is at least N steps older, at most five times to one, and never
+    again reads the samples from there to the bad step."""
     spike_factor: float = key(0.0, not_negative())
     """A norm is too large above this many times the median of the last 100 updates' (of 20 at least); 0: none is."""
 

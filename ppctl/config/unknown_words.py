@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ppctl.config.argv import ALIASES, PLACE, quote
 from ppctl.config.checks import check
@@ -25,8 +26,9 @@ def not_an_override(word: str) -> Problem:
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
     """The problem of an option that does not exist; a recipe may be meant as a file."""
     if group == "recipe" and option.endswith(YAML):
-        here = f"ppctl recipes copy quickstart {pasted(option)}"
-        return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
+        twins = [twin for ending in YAML if (twin := Path(option).expanduser().with_suffix(ending)).is_file()]
+        ways = [*(pasted(f"+recipe={twin}") for twin in twins), f"ppctl recipes copy quickstart {pasted(option)}"]
+        return Problem("PP-E104", f"there is no recipe file {option}", "\n".join(ways), PLACE)
     close = nearest(option, options)
     message = f"there is no {group} {option}{did_you_mean(option, options)}"
     if not close:

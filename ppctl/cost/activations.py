@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layer_parts import final_norm_bytes, layer_parts, norm_sizes
 from ppctl.cost.setting import Setting
-from ppctl.cost.working_memory import in_backward, in_forward
+from ppctl.cost.working_memory import drawn, in_backward, in_forward
 from ppctl.geometry.foreign_model import LayerCost, foreign_of, measured_for, most
 from ppctl.geometry.layers import (
     LOSS_ROWS,
@@ -261,7 +261,17 @@ def _foreign_running(
             backward = max(0.0, backward - logits)
         # What the head puts out is in its forward: it stays.
         return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + setting.wide * setting.tokens)
-    return stays, inside + hidden, forward, backward
+    draws = _adapters_draws(model, kind, setting)
+    return stays, inside + hidden, forward + draws, backward + draws
+
+
+def _adapters_draws(model: ModelConfig, kind: Kind, setting: Setting) -> float:
+    """Bytes of the draws of the adapter with the widest input in a layer of this kind; 0 without dropout."""
+    foreign = foreign_of(model)
+    if foreign is None or foreign.adapters is None or not foreign.adapters.dropout:
+        return 0.0
+    rows = [row for row in foreign.kinds[kind.structure].rows if row.start == "adapter"]
+    return drawn(setting, setting.tokens * max((row.shape[1] for row in rows), default=0))
 
 
 def _foreign_tables(

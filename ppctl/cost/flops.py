@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import Kind, KindName, Layer, foreign_cost, layer_kinds
+from ppctl.geometry.layers import Kind, Layer, foreign_cost, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 
 
@@ -41,21 +41,24 @@ def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> i
     return 2 * batch * seq * _matrices(Sizes.of(model), Kind("decoder", moe), block, model.moe_router_topk)
 
 
-def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: int) -> int:
-    """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module."""
+def _layer_flops(model: ModelConfig, kind: Kind, batch: int, seq: int) -> int:
+    """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module; a decoder layer
+    of a model of transformers as it was measured."""
+    if kind.name == "decoder" and (foreign := foreign_cost(model, kind, 4, seq)) is not None:
+        return round(foreign.flops.of(batch, seq))
     sizes = Sizes.of(model)
-    if kind == "loss":
+    if kind.name == "loss":
         return 2 * batch * seq * sizes.vocabulary * sizes.hidden * model.outputs
-    if kind not in ("decoder", "mtp"):
+    if kind.name not in ("decoder", "mtp"):
         return 0
-    layer = attention_flops(model, batch, seq) + feed_forward_flops(model, moe, batch, seq)
-    return layer + (2 * batch * seq * _matrices(sizes, Kind("mtp", moe), "eh_proj", 0) if kind == "mtp" else 0)
+    layer = attention_flops(model, batch, seq) + feed_forward_flops(model, kind.moe, batch, seq)
+    joined = _matrices(sizes, Kind("mtp", kind.moe), "eh_proj", 0) if kind.name == "mtp" else 0
+    return layer + 2 * batch * seq * joined
 
 
 def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:
     """Model FLOPs of one microbatch's forward through a stage, over all of its tp and cp ranks."""
-    kinds = layer_kinds(model, layers)
-    return sum(kind_flops(model, kind, micro_batch_size, seq_length) for kind in kinds)
+    return sum(_layer_flops(model, kind, micro_batch_size, seq_length) for kind in layer_kinds(model, layers))
 
 
 def stage_backward_flops(
@@ -71,10 +74,3 @@ def stage_backward_flops(
         pair = min(sum(half.pair for half in cost.back), 2 * cost.flops.pair)
         total += micro_batch_size * seq_length * (token + seq_length * pair)
     return round(total) if costs else None
-
-
-def kind_flops(model: ModelConfig, kind: Kind, batch: int, seq: int) -> int:
-    """One layer of this kind, of a model of transformers as it was measured."""
-    if kind.name == "decoder" and (foreign := foreign_cost(model, kind, 4, seq)) is not None:
-        return round(foreign.flops.of(batch, seq))
-    return layer_flops(model, kind.name, kind.moe, batch, seq)

@@ -116,21 +116,13 @@ class Score(NamedTuple):
     spread: float
 
 
-class _Alive(NamedTuple):
-    """A pp_rank: its stages, and how many microbatches of each are alive at once, for every moment that may be worst
-    (`worst_moments`)."""
-
-    stages: tuple[int, ...]
-    alive: tuple[tuple[int, ...], ...]
-
-
 class Scores:
     """Judges candidates for one schedule; `limit` is bytes of a device."""
 
     def __init__(self, schedule: Schedule, price: Price, limit: int | None) -> None:
         place = schedule.placement
         stages = [place.stages_of(pp_rank) for pp_rank in range(place.pp)]
-        self._ranks = [_Alive(own, worst_moments(row, own)) for own, row in zip(stages, schedule.actions, strict=True)]
+        self._ranks = {own: worst_moments(row, own) for own, row in zip(stages, schedule.actions, strict=True)}
         self._price = cache(price)
         self._limit = limit
         self._seconds: dict[tuple[int, int, int, bool], float] = {}
@@ -161,11 +153,11 @@ class Scores:
 
     def rank_seconds(self, times: Sequence[float]) -> list[float]:
         """Seconds of each pp_rank for a microbatch, from the times of its stages."""
-        return [sum(map(times.__getitem__, rank.stages)) for rank in self._ranks]
+        return [sum(map(times.__getitem__, stages)) for stages in self._ranks]
 
     def peak(self, prices: Sequence[StagePrice]) -> int:
         """Bytes on the device of the fullest pp_rank."""
-        return max(self._held_by(rank, prices) for rank in self._ranks)
+        return max(self._held_by(stages, prices) for stages in self._ranks)
 
     def excess(self, peak: int) -> int:
         """Bytes of a peak that are over the limit."""
@@ -185,19 +177,20 @@ class Scores:
         """Stages to take layers from: the stages of the slowest rank and of the fullest device, and the slowest
         stage."""
         prices, times = self.stage_prices(candidate), self.stage_seconds(candidate)
-        slowest = max(self._ranks, key=lambda rank: sum(map(times.__getitem__, rank.stages)))
-        stages = {*slowest.stages, max(range(len(times)), key=times.__getitem__)}
+        slowest = max(self._ranks, key=lambda own: sum(map(times.__getitem__, own)))
+        stages = {*slowest, max(range(len(times)), key=times.__getitem__)}
         if self._limit is not None:
-            stages.update(max(self._ranks, key=lambda rank: self._held_by(rank, prices)).stages)
+            fullest = max(self._ranks, key=lambda own: self._held_by(own, prices))
+            stages.update(fullest)
         return sorted(stages)
 
-    def _held_by(self, rank: _Alive, prices: Sequence[StagePrice]) -> int:
-        """Bytes on a rank's device at its worst moment. Most layouts differ on few ranks."""
-        own = tuple(map(prices.__getitem__, rank.stages))
-        key = (rank.stages, own)
+    def _held_by(self, stages: tuple[int, ...], prices: Sequence[StagePrice]) -> int:
+        """Bytes on the device of the rank with these stages at its worst moment. Most layouts differ on few ranks."""
+        own = tuple(map(prices.__getitem__, stages))
+        key = (stages, own)
         if key not in self._held:
             kept = [*(price.activation for price in own), *(price.deferred for price in own)]
-            worst = max(int(sum(map(mul, alive, kept))) for alive in rank.alive)
+            worst = max(int(sum(map(mul, alive, kept))) for alive in self._ranks[stages])
             self._held[key] = sum(price.state for price in own) + worst
         return self._held[key]
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from math import prod
+from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_rows
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, layer_kinds, mtp_is_moe
+from ppctl.geometry.matrix_owners import Matrices, deal
 from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters, mtp_embedding
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes
@@ -75,11 +78,6 @@ def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
     return count
 
 
-def hidden_matrices(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
-    """The rows of a stage that Muon moves, each with the number of its layers that have it."""
-    return [(row, number) for row, number in stage_rows(model, layers) if row.hidden_matrix]
-
-
 def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int, gradient: int) -> int:
     """Bytes of what no optimizer steps: frozen weights, of `weight` bytes, and routers' biases, wide as a gradient."""
     return sum(
@@ -134,3 +132,83 @@ def _backbone(model: ModelConfig, experts: int | None) -> int:
     kinds = Counter(layer_kinds(model, (Layer("decoder", index) for index in range(model.num_layers))))
     layers = sum(number * _elements(kind_parameters(sizes, kind), experts) for kind, number in kinds.items())
     return layers + _elements(once)
+
+
+# What Muon moves (decision 67)
+
+
+class Orthogonalised(NamedTuple):
+    """The matrices of a pp_rank that Muon moves."""
+
+    elements: Count
+    """The matrices' elements, over all ranks."""
+    dense: int = 0
+    """Elements of dense matrices that the rank that owns most has."""
+    experts: int = 0
+    """Elements of experts' matrices that the rank that owns most has."""
+    operations: int = 0
+    """Operations of one step of the iteration, on the rank with the most."""
+
+    def on(self, sizes: ParallelSizes) -> tuple[int, int]:
+        """(dense elements, experts' elements) on one device, before sharding."""
+        return on_device(self.elements, sizes)
+
+    @property
+    def owned(self) -> int:
+        """Elements of the matrices, dense and experts', of the rank that owns most."""
+        return self.dense + self.experts
+
+
+def _hidden_matrices(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
+    """The rows of a stage that Muon moves, each with the number of its layers that have it."""
+    return [(row, number) for row, number in stage_rows(model, layers) if row.hidden_matrix]
+
+
+def orthogonalised(
+    model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, *, shared: bool
+) -> Orthogonalised:
+    """The matrices of one rank's stages that Muon moves. Under sharding each is owned by one of the ranks that hold
+    it."""
+    rows = [row for layers in stages for row in _hidden_matrices(model, layers)]
+    count: Count = Counter()
+    entries: dict[bool, list[Matrices]] = {False: [], True: []}
+    for row, number in rows:
+        count[row.axes] += number * row.elements
+        one = Matrices(*row.shape[-2:])
+        elements = number * held(row.elements, row.axes, sizes)
+        entries[bool(row.experts)].append(one._replace(number=elements // one.size))
+    if not any((sizes.tp > 1, sizes.cp > 1, sizes.ep > 1, sizes.etp > 1)):  # one group for both kinds
+        entries = {False: entries[False] + entries[True], True: []}
+    dense, operations = _most(tuple(entries[False]), sizes.dp * sizes.cp if shared else 1)
+    experts, more = _most(tuple(entries[True]), sizes.edp if shared else 1)
+    return Orthogonalised(count, dense, experts, operations + more)
+
+
+def iteration_bytes(
+    model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, gradient: int, limit: int
+) -> int:
+    """The most bytes beside the state while matrices go through the iteration, `limit` elements of one shape at once.
+    First what is made orthogonal of all, in bfloat16, and of one stack as wide as a gradient; then that, two steps'
+    results and two squares of the shorter side."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, number in (row for layers in stages for row in _hidden_matrices(model, layers)):
+        of_stack = held(row.elements, row.axes, sizes)
+        alike.setdefault(row.shape[-2:], []).extend([of_stack] * number)
+    most = 0
+    for shape, stacks in alike.items():
+        small, large = sorted(shape)
+        one = small * large
+        together, stack = (min(elements, max(limit, one)) for elements in (sum(stacks), max(stacks)))
+        most = max(most, 2 * together + gradient * stack, 6 * together + 4 * together * small // large)
+    return most
+
+
+@cache
+def _most(entries: tuple[Matrices, ...], ranks: int) -> tuple[int, int]:
+    """(elements, operations) of the ranks with most of each."""
+    elements, operations = [0] * ranks, [0] * ranks
+    for matrices, owned in zip(entries, deal(entries, ranks), strict=True):
+        for rank, number in enumerate(owned):
+            elements[rank] += number * matrices.size
+            operations[rank] += number * matrices.operations
+    return max(elements), max(operations)

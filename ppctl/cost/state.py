@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.operands import Operands
-from ppctl.cost.owned_matrices import Orthogonalised
-from ppctl.cost.parameter_counts import Count, on_device
+from ppctl.cost.parameter_counts import Count, Orthogonalised, on_device
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.schedule.action import (

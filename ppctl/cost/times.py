@@ -268,9 +268,9 @@ class PartSeconds(NamedTuple):
     input_gradient: float
     weight_gradient: float
     exchanged: float = 0.0
-    """Of `forward`, the seconds of dispatch to experts and back."""
+    """The part of `forward` that is dispatch to experts and back."""
     exchanged_back: float = 0.0
-    """Of `input_gradient`, the same."""
+    """The part of `input_gradient` that is dispatch to experts and back."""
 
 
 def part_seconds(work: Work, machine: Machine) -> PartSeconds:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import live_more
@@ -37,7 +36,7 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
     held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
     behind = sum(part.size for part in feed_forward_parts(model, moe, setting)) * setting.tokens
-    held += max(_drawn(model, setting), _dropping(model, setting).in_forward - behind - 2 * hidden)
+    held += max(_drawn(model, setting), _dropping(model, setting)[0] - behind - 2 * hidden)
     # Under sequence parallelism a block's product is one of all tokens, until it is summed and scattered.
     leaving = setting.travelling(model) + hidden if setting.sp > 1 else 0
     if not moe:
@@ -82,7 +81,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
     more = live_more(model, kind.cp_comm_type, setting.sizes, setting.levels, setting.wide / setting.element)
     made = again.get("core_attn", 0.0) + again.get("mla_up_proj", 0.0)
     attention = (_gathered(model, setting) or hidden) + size * (heads / tp + more) - freed + made
-    attention += _dropping(model, setting).in_backward
+    attention += _dropping(model, setting)[1]
     if setting.sp > 1:  # queries, keys and values read all tokens, and have one gradient together
         attention = max(attention, _reading(model, setting, 3) - freed)
     return max(feed_forward(model, setting, again, normed), attention + 2 * normed)
@@ -162,18 +161,12 @@ def _reading(model: ModelConfig, setting: Setting, products: int) -> float:
     return read + max(whole * min(products, 2), setting.travelling(model) + setting.hidden_bytes(model))
 
 
-class _Dropping(NamedTuple):
-    """Bytes that attention with dropout (`model/dropped_attention.py`) has beside what it reads and returns."""
-
-    in_forward: float
-    in_backward: float
-
-
-def _dropping(model: ModelConfig, setting: Setting) -> _Dropping:
-    """Bytes of a block of queries: scores and probabilities, the mask, and in the backward both their gradients; there
-    also those of all keys and values, which are summed in float32."""
+def _dropping(model: ModelConfig, setting: Setting) -> tuple[float, float]:
+    """Bytes that attention with dropout (`model/dropped_attention.py`) has beside what it reads and returns, in its
+    forward and in its backward: of a block of queries scores and probabilities, the mask, and in the backward both
+    their gradients; there also those of all keys and values, which are summed in float32."""
     if not model.attention_dropout or not setting.allocator.backward:
-        return _Dropping(0.0, 0.0)
+        return 0.0, 0.0
     sizes, wide = Sizes.of(model), setting.wide
     narrow = setting.element if setting.element < wide else 0
     heads = -(-sizes.heads // setting.sizes.tp)
@@ -182,12 +175,15 @@ def _dropping(model: ModelConfig, setting: Setting) -> _Dropping:
     groups = sizes.heads if sizes.latent else sizes.groups
     sums = setting.tokens * groups * (sizes.query_head + sizes.value_head) / setting.sizes.tp * (wide if narrow else 0)
     queries = pairs // length * sizes.query_head * setting.element  # a copy, in which heads of a group are neighbours
-    return _Dropping(pairs * max(2 * wide + 1, 9), pairs * (3 * wide + 1 + narrow) + sums + queries)
+    return pairs * max(2 * wide + 1, 9), pairs * (3 * wide + 1 + narrow) + sums + queries
 
 
 def _drawn(model: ModelConfig, setting: Setting) -> float:
     """Bytes of the draws of a hidden state's dropout, and of its mask, that are there at once."""
-    if not model.hidden_dropout or not setting.allocator.backward:
-        return 0.0
+    return drawn(setting, setting.hidden_bytes(model) // setting.element) if model.hidden_dropout else 0.0
+
+
+def drawn(setting: Setting, elements: int) -> float:
+    """Bytes of the draws of dropout for so many elements, and of its mask, that are there at once."""
     at_once = DRAWN_ON_CPU if setting.allocator.cublas_workspaces == 0 else DRAWN
-    return 9.0 * min(at_once, setting.hidden_bytes(model) // setting.element)
+    return 9.0 * min(at_once, elements) if setting.allocator.backward else 0.0

@@ -66,7 +66,8 @@ def encode_conversations(
 ) -> Iterator[Learned]:
     """Every line or row of `files` in order: messages, rendered by the template, or without one a prompt and its
     completion. `progress` is as of `documents`. Raises DataError as `encoded` does."""
-    texts = (_text_of(line, template) for line in lines(files, progress))
+    keys = ("prompt", "completion") if template is None else ("messages", "conversations", "tools")
+    texts = (_text_of(line, template) for line in lines(files, progress, keys))
     return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
 
 

@@ -19,14 +19,23 @@ class Prompt(NamedTuple):
     tokens: list[int]
 
 
-def make_prompt(text: str, tokenizer: Tokenizer, words: int | None, template: ChatTemplate | None = None) -> Prompt:
-    """The prompt of a text, with a `template` of a user's message, for a model of so many `words` if that is known.
-    Raises DataError: PP-E420 for a message that the template refuses, PP-E560 for a prompt that cannot be continued."""
+def make_prompt(
+    text: str,
+    tokenizer: Tokenizer,
+    words: int | None,
+    template: ChatTemplate | None = None,
+    system: str | None = None,
+) -> Prompt:
+    """The prompt of a text, with a `template` of a user's message behind that of the `system`, if there is one, for a
+    model of so many `words` if that is known. Raises DataError: PP-E420 for messages that the template refuses, PP-E560
+    for a prompt that cannot be continued."""
+    said = {"system": system, "user": text}
+    messages = [{"role": role, "content": words} for role, words in said.items() if words is not None]
     try:
-        text = text if template is None else template.render([{"role": "user", "content": text}], prompt=True)[0]
+        text = text if template is None else template.render(messages, prompt=True)[0]
         tokens = tokenizer.encode_pieces([text], around=template is None)[0].ids.tolist()
     except RenderingFailed as error:
-        message = f"the chat template refuses the message: {error}"
+        message = f"the chat template refuses the messages: {error}"
         raise DataError(Problem("PP-E420", message, "ppctl explain PP-E420", text)) from None
     except UnicodeEncodeError:  # bytes of a command line that are no text
         raise _refused("is not UTF-8 text", text) from None

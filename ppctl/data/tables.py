@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ def _listed(file: Path, key: str) -> list[Any]:
         return []
 
 
-def rows(file: Path, progress: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+def rows(file: Path, progress: Callable[[int], None], keys: Collection[str]) -> Iterator[dict[str, Any]]:
     """The rows of a file in order, without values that are null: a row has all keys of all rows, of which a line would
-    not have these. Raises ConfigError (PP-E424) without pyarrow, OSError, and ValueError for a damaged file."""
+    not have these. Only the columns `keys` are read, or all if the file has none of these. Raises ConfigError (PP-E424)
+    without pyarrow, OSError, and ValueError for a damaged file."""
     try:
         import pyarrow.ipc
         import pyarrow.parquet
@@ -45,13 +46,16 @@ def rows(file: Path, progress: Callable[[int], None]) -> Iterator[dict[str, Any]
         if file.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(file) as table:
                 share = file.stat().st_size / max(table.metadata.num_rows, 1)
-                for batch in table.iter_batches(1024):
+                wanted = [name for name in table.schema_arrow.names if name in keys] or None
+                for batch in table.iter_batches(1024, columns=wanted):
                     yield from map(_without_nulls, batch.to_pylist())
                     progress(int(share * batch.num_rows))
         else:
             with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+                names = stream.schema.names
                 for batch in stream:
-                    yield from map(_without_nulls, batch.to_pylist())
+                    own = batch.select([name for name in names if name in keys] or names)
+                    yield from map(_without_nulls, own.to_pylist())
                     progress(batch.nbytes)
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error

@@ -87,7 +87,7 @@ def documents(
 ) -> Iterator[Document | Problem]:
     """All documents in order, empty ones too, and what is wrong if one cannot be read: .txt files, and the `text_key`
     of each row and each line that is not blank. `progress` takes the bytes read since its last call."""
-    for item in _read_all(files, progress):
+    for item in _read_all(files, progress, (text_key,)):
         yield _document(item, text_key) if isinstance(item, Line) else item
 
 
@@ -103,9 +103,10 @@ class Line(NamedTuple):
         return f"an object of {', '.join(map(str, self.value)) or 'nothing'}"
 
 
-def lines(files: list[Path], progress: Callable[[int], None]) -> Iterator[Line | Problem]:
-    """The objects in .jsonl files and tables in order, and what is wrong if a line or a file is none."""
-    for item in _read_all(files, progress):
+def lines(files: list[Path], progress: Callable[[int], None], keys: Sequence[str]) -> Iterator[Line | Problem]:
+    """The objects in .jsonl files and tables in order, and what is wrong if a line or a file is none. Of tables only
+    the columns `keys` are read, if there are any."""
+    for item in _read_all(files, progress, keys):
         if isinstance(item, Document):
             message = f"{item.place} is text, and conversations are read from .jsonl files and tables"
             yield Problem("PP-E418", message, "data.format=text", item.place)
@@ -113,21 +114,23 @@ def lines(files: list[Path], progress: Callable[[int], None]) -> Iterator[Line |
             yield item
 
 
-def _read_all(files: list[Path], progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
+def _read_all(
+    files: list[Path], progress: Callable[[int], None], keys: Sequence[str]
+) -> Iterator[Document | Line | Problem]:
     for file in files:
         try:
-            yield from _read(file, progress)
+            yield from _read(file, progress, keys)
         except ValueError as error:  # pyarrow's of a table: lines and texts are problems of their own
             yield Problem("PP-E402", f"{file} is damaged: {error}", remedy=f"ls -l {pasted(file)}")
         except OSError as error:
             yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
 
 
-def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
+def _read(file: Path, progress: Callable[[int], None], keys: Sequence[str]) -> Iterator[Document | Line | Problem]:
     if not stat.S_ISREG(file.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no file of data")
     if file.suffix in TABLES:
-        yield from (Line(row, f"{file}: row {number}") for number, row in enumerate(rows(file, progress)))
+        yield from (Line(row, f"{file}: row {number}") for number, row in enumerate(rows(file, progress, keys)))
         return
     if file.suffix != ".jsonl":
         data = file.read_bytes()

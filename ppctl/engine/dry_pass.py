@@ -18,32 +18,26 @@ from ppctl.comm.buffers import Message, MessageSpec, TensorLike
 from ppctl.comm.channels import Arrival
 from ppctl.engine.engine_error import EngineError
 from ppctl.engine.stage import Stage, StageProgram
-from ppctl.schedule.action import Action, B, F, I, W
+from ppctl.schedule.action import Action, B, F, I, Schedule, W
 
 
 def dry_pass(
-    program: StageProgram,
-    pp_rank: int,
-    mb: int,
-    device: torch.device,
-    *,
-    is_last: bool,
-    training: bool = True,
-    split: bool = False,
-    hands_back: bool = True,
+    program: StageProgram, schedule: Schedule, pp_rank: int, mb: int, device: torch.device, *, training: bool = True
 ) -> int:
-    """Run one stage's forward of microbatch `mb`, and with `training` its backward, on values that mean nothing.
-
-    Returns the bytes of a GPU that a microbatch keeps from its forward to its backward.
-
-    A `split` backward is run in its two halves. Without `hands_back` it makes no gradient of the stage's input.
+    """Run one stage's forward of microbatch `mb`, and with `training` its backward as the schedule has it, on values
+    that mean nothing. Returns the bytes of a GPU that a microbatch keeps from its forward to its backward.
 
     Inputs have the shapes that the program's specs declare; if `run_schedule` lets them vary, declare usual ones.
     Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
     """
-    halves = (mb,) * split
+    is_last, split = program.stage == schedule.placement.num_stages - 1, (program.stage, mb) in schedule.split
     stage = Stage(
-        program, is_last=is_last, training=training, deallocate_outputs=True, split=halves, hands_back=hands_back
+        program,
+        is_last=is_last,
+        training=training,
+        deallocate_outputs=True,
+        split=(mb,) * split,
+        hands_back=schedule.gradient_leaves(program.stage),
     )
     actions = [Action(op, program.stage, mb) for op in ((F, I, W) if split else (F, B))]
     at, held = 0, _held(device)

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from ppctl.comm.buffers import Message, Shelf
-from ppctl.comm.channels import Arrival
-from ppctl.comm.communicator import ChannelEnd, Communicator, MessageBatch
+from ppctl.comm.channels import Arrival, DirectEnd
+from ppctl.comm.communicator import Communicator, MessageBatch
 from ppctl.engine.engine_error import EngineError
 from ppctl.engine.pace import DevicePace, Heartbeat, HostPace, make_pace
 from ppctl.engine.pair_runner import PairRunner, pairs_of
@@ -55,8 +55,8 @@ class Engine:
         self.actions = schedule.actions[self.pp_rank]
         variable = variable_shapes or (communicator is not None and communicator.modes.variable)
         self._stages = _make_stages(schedule, programs, deallocates=deallocate_pipeline_outputs, variable=variable)
-        self._outgoing: dict[tuple[Op, int], tuple[ChannelEnd, dict[int, Message]]] = {}
-        self._incoming: dict[tuple[Op, int], tuple[ChannelEnd, Shelf, dict[int, Arrival]]] = {}
+        self._outgoing: dict[tuple[Op, int], tuple[DirectEnd, dict[int, Message]]] = {}
+        self._incoming: dict[tuple[Op, int], tuple[DirectEnd, Shelf, dict[int, Arrival]]] = {}
         self._batch: MessageBatch | None = None
         self._batch_ends: frozenset[int] = frozenset()
         if communicator is not None:
@@ -68,7 +68,7 @@ class Engine:
         self.pace = make_pace(device, len(self.actions), heartbeat) if pace is None else pace
         self._enter, self._sent = self.pace.enter, self.pace.sent
         self._begin, self._end = self.pace.begin, self.pace.end
-        self._handlers = _HANDLERS if self._batch is None else _BATCHED
+        self._handlers = _HANDLERS
         self._behind = pairs_of(schedule, self.actions)
         if self._behind:
             self._beside = frozenset(self._behind.values())
@@ -172,12 +172,23 @@ class Engine:
 
     def _send(self, action: Action) -> None:
         end, outbox = self._outgoing[action.op, action.stage]
-        end.send(outbox.pop(action.mb))
+        message = outbox.pop(action.mb)
+        if self._batch is None:
+            end.send(message)
+        else:
+            self._batch.send(end, message)
         self._sent(self._index)
+        self._settle_batch()
 
     def _receive(self, action: Action) -> None:
         end, shelf, inbox = self._incoming[action.op, action.stage]
-        inbox[action.mb] = end.post(shelf)
+        inbox[action.mb] = end.post(shelf) if self._batch is None else self._batch.post(end, shelf)
+        self._settle_batch()
+
+    def _settle_batch(self) -> None:
+        """At the end of a batch of messages, wait for it."""
+        if self._batch is not None and self._index in self._batch_ends:
+            self._batch.settle()
 
     def _reduce_gradients(self, action: Action) -> None:
         self.recorder.begin(self._index)
@@ -191,9 +202,10 @@ class Engine:
             self._batch, self._batch_ends = communicator.batch(), schedule.batch_ends(self.pp_rank)
         for op, number in {(a.op, a.stage) for a in self.actions if a.op in MESSAGES}:
             channel = schedule.placement.channel(Action(op, number, 0))
-            end, stage = communicator.end_in(channel, self._batch), self._stages[number]
+            end, stage = communicator.end_in(channel), self._stages[number]
             if op in SENDS:
-                end.reserve(schedule.capacities[channel])
+                if self._batch is None:
+                    end.reserve(schedule.capacities[channel])
                 self._outgoing[op, number] = end, stage.outbox if op is Op.SEND_F else stage.gradient_outbox
             else:
                 forward = op is Op.RECV_F
@@ -256,21 +268,6 @@ _IN_PAIRS: Mapping[Op, _Handler] = {
     Op.F: Engine._forward_in_pair,
     **dict.fromkeys(INPUT_GRADIENTS, Engine._backward_in_pair),
 }
-
-
-def _settling(handler: _Handler) -> _Handler:
-    """A message's handler that, at the end of its batch, waits for the batch."""
-
-    def handle(engine: Engine, action: Action) -> None:
-        handler(engine, action)
-        if engine._index in engine._batch_ends:
-            assert engine._batch is not None  # this handler is used with a batch only
-            engine._batch.settle()
-
-    return handle
-
-
-_BATCHED = {op: _settling(handler) if op in MESSAGES else handler for op, handler in _HANDLERS.items()}
 
 
 _WAITS = {

@@ -162,7 +162,7 @@ class Stage:
         gradient = None if self.is_last else self.gradient_inbox.pop(mb)
         seeds = (torch.ones_like(outputs[0]),) if gradient is None else gradient.message
         with self._collecting(deferred, backward=True):
-            self._around(mb, partial(_run_backward, edges, seeds))
+            self._around(mb, partial(run_backward, edges, seeds))
         del edges, outputs, seeds
         gradients = tuple(leaf.grad for leaf in leaves)
         del leaves
@@ -243,7 +243,7 @@ def no_gradient(stage: int, mb: int) -> TrainingError:
     return TrainingError(Problem("PP-E713", message, remedy))
 
 
-def _run_backward(edges: Sequence[GradientEdge | None], seeds: Sequence[torch.Tensor]) -> None:
+def run_backward(edges: Sequence[GradientEdge | None], seeds: Sequence[torch.Tensor]) -> None:
     """Backward from the outputs that have a graph; a stage without any (all frozen) has nothing to do."""
     pairs = [(edge, seed) for edge, seed in zip(edges, seeds, strict=True) if edge is not None]
     if pairs:

@@ -132,14 +132,14 @@ def _watch(
     for index, layer in enumerate(layers):
         hooks += [layer.register_forward_pre_hook(note(index)), layer.register_forward_hook(form)]
     try:
-        _, added = call(model, input_ids=torch.arange(2 * _TOKENS).view(2, _TOKENS))
+        _, *added = call(model, input_ids=torch.arange(2 * _TOKENS).view(2, _TOKENS))
     finally:
         for hook in hooks:
             hook.remove()
     _check_states([*widths])
     if len(forms) > 1:
         raise CannotCut(f"its layers return in {len(forms)} ways")
-    return calls, next(iter(forms), 0), () if added is None else tuple(b - a for a, b in pairwise([0, *routed]))
+    return calls, next(iter(forms), 0), tuple(b - a for a, b in pairwise([0, *routed])) if added else ()
 
 
 def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:

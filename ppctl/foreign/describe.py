@@ -31,7 +31,7 @@ from ppctl.foreign.measure import Say, measure, rough, router_logits
 from ppctl.foreign.miniature import CODE_FAILS, line_of
 from ppctl.foreign.miniature_proof import CutProof, drops_of, prove
 from ppctl.foreign.peft_adapters import add_adapters, shapes_of
-from ppctl.geometry.adapters import frozen, with_adapters
+from ppctl.geometry.adapters import frozen, is_adapter, trained_whole, with_adapters
 from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits
 from ppctl.geometry.rows import Parameter
 from ppctl.records.json_reader import read
@@ -98,10 +98,9 @@ def describe(
     structures, traits = [_inside(anatomy, rows, index) for index in range(anatomy.count)], traits_of(blank, anatomy)
     experts, notes = _experts(config), _notes(config, anatomy)
     if adapters is not None:
-        rows = {name: frozen(row) for name, row in rows.items()}
-        structures = _adapted(blank, anatomy, adapters, structures)
-        traits = [(*own, *more) for own, more in zip(traits, training_of(structures), strict=True)]
-        notes.append(_trained(structures, adapters))
+        rows, structures, training = _adapted(blank, anatomy, adapters, rows, structures)
+        traits = [(*own, *more) for own, more in zip(traits, training, strict=True)]
+        notes.append(_trained(structures, rows.values(), adapters))
     layers = [*zip(structures, traits, strict=True)]
     different = list(dict.fromkeys(layers))
     sizes = _sizes(config, anatomy, rows[anatomy.uses[0]].shape)
@@ -165,23 +164,34 @@ def _sizes(config: Any, anatomy: Anatomy, table: Sequence[int]) -> dict[str, Any
 
 
 def _adapted(
-    blank: nn.Module, anatomy: Anatomy, adapters: Adapters, structures: Sequence[tuple[Parameter, ...]]
-) -> list[tuple[Parameter, ...]]:
-    """Each layer's rows with the rows of its adapters; all rows but the adapters' are frozen. Changes the model."""
+    blank: nn.Module,
+    anatomy: Anatomy,
+    adapters: Adapters,
+    rows: Mapping[str, Parameter],
+    structures: Sequence[tuple[Parameter, ...]],
+) -> tuple[dict[str, Parameter], list[tuple[Parameter, ...]], list[Traits]]:
+    """The rows by name and each layer's rows, with those of adapters; other rows are frozen, unless they are trained
+    whole. With how each layer's backward differs from a whole one. Changes the model."""
     shapes = shapes_of(add_adapters(blank, adapters, anatomy, torch.float32))
+    rows = {name: row if trained_whole(name, adapters) else frozen(row) for name, row in rows.items()}
     adapted = []
-    for index, rows in enumerate(structures):
+    for index, inside in enumerate(structures):
         prefix, pattern = f"{anatomy.layer(index)}.", f"{anatomy.layers}.{{layer}}."
         own = {name.replace(prefix, pattern, 1): shape for name, shape in shapes.items() if name.startswith(prefix)}
-        adapted.append(with_adapters(rows, own))
-    return adapted
+        whole = [row.name for row in inside if trained_whole(row.called(index), adapters)]
+        adapted.append(with_adapters(inside, own, whole))
+    before = any(row.gradient != "none" and anatomy.place(name) == 0 for name, row in rows.items())
+    return rows, adapted, training_of(adapted, before=before)
 
 
-def _trained(structures: Sequence[Sequence[Parameter]], adapters: Adapters) -> str:
-    trained = sum(row.size for rows in structures for row in rows if row.gradient != "none")
-    where = f" in {len(adapters.layers)} of {len(structures)} layers" if adapters.layers else ""
-    named = f"{trained:,} parameters of adapters of rank {adapters.rank} on {', '.join(adapters.targets)}{where}"
-    return f"{named} are trained, all others are frozen"
+def _trained(layers: Sequence[Sequence[Parameter]], base: Iterable[Parameter], adapters: Adapters) -> str:
+    """A line that counts what is trained of the base, and of adapters in the layers."""
+    own = sum(row.size for rows in layers for row in rows if is_adapter(row.name))
+    whole = sum(row.size for row in base if row.gradient != "none")
+    where = f" in {len(adapters.layers)} of {len(layers)} layers" if adapters.layers else ""
+    named = f"{own:,} parameters of adapters of rank {adapters.rank} on {', '.join(adapters.targets)}{where}"
+    more = f", and {whole:,} of {', '.join(adapters.modules_to_save)}," if whole else ""
+    return f"{named}{more} are trained, all others are frozen"
 
 
 def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
@@ -280,12 +290,12 @@ def _tells(values: Sequence[Any], layers: int) -> bool:
     return not numbered and (different > 1 or len(values) < layers)
 
 
-def training_of(layers: Sequence[Sequence[Parameter]]) -> list[Traits]:
+def training_of(layers: Sequence[Sequence[Parameter]], *, before: bool = False) -> list[Traits]:
     """Return for each layer of a model with frozen weights how its backward differs from a whole one: none before the
-    first trained layer, no gradient of its input in that one, and of the input alone in later ones without anything to
-    train."""
+    first trained layer, no gradient of its input in that one (unless something `before` the layers is trained), and of
+    the input alone in later ones without anything to train."""
     trained = [any(row.gradient != "none" for row in rows) for rows in layers]
-    first = trained.index(True)
+    first = -1 if before else trained.index(True)
     traits: list[Traits] = []
     for index, own in enumerate(trained):
         backward = "none" if index < first else "of its weights" if index == first else "" if own else "of its input"
@@ -324,15 +334,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _described(directory: Path, overrides: Mapping[str, str], adapters: Sequence[Any] | None) -> str:
     """Return JSON: an object with the description as text (`model`), or with `problems`."""
+    say = partial(print, file=sys.stderr, flush=True)
     try:
         asked = None if adapters is None else read(Adapters, adapters)
-        return json.dumps({"model": describe(directory, overrides, asked, _say).to_text()})
+        return json.dumps({"model": describe(directory, overrides, asked, say).to_text()})
     except PpctlError as error:
         return json.dumps({"problems": [problem.to_json() for problem in error.problems]})
 

@@ -16,11 +16,12 @@ from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.cut import cut_around, saved
 from ppctl.foreign.cut_stage import CutStage, Departed, Forward
 from ppctl.foreign.library import call, config_from, known_rows, make_model, recorded
-from ppctl.foreign.peft_adapters import add_adapters, canonical
+from ppctl.foreign.peft_adapters import AdapterDropout, add_adapters, canonical
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import WHOLE, Parameter, Parts, Role
+from ppctl.model.dropout import Draws, name_key
 from ppctl.model.initialize import Initialize, initial_value, initialize
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage_model import Run, StageModel
@@ -53,9 +54,13 @@ class ForeignStage(CutStage, StageModel):
         self.own = [layer.index for layer in layers if layer.kind == "decoder"]
         self._own_layers: dict[int, _OwnLayer] = {}
         self._arrived_logits: Sequence[Tensor] = ()
+        self._draws: Draws | None = None
         super().__init__(model, cut_around(anatomy, layers), 1, torch.device(device), uses=anatomy.uses[1:])
         if adapted:
             self._names = {canonical(name): name for name in self._names}
+            for name, module in self.model.named_modules():
+                if isinstance(module, AdapterDropout):
+                    module.key = torch.tensor(name_key(name.rpartition(".")[0]), device=device)
         _make_buffers(self.model, [name for name, _ in self.model.named_modules() if self.holds(name)])
 
     def forward(  # type: ignore[override]  # training calls its stages in its own way
@@ -82,6 +87,7 @@ class ForeignStage(CutStage, StageModel):
         if not self.cut.parts[self.number]:
             return tuple(each.clone() for each in inputs)
         self._arrived_logits = [each for stacked in logits for each in stacked.unbind()]
+        self._draws = packing.draws
         try:
             left = self._left(None if self.embeds else given, partial(self._called, given, beside, hides, packed))
         finally:
@@ -95,8 +101,7 @@ class ForeignStage(CutStage, StageModel):
         # On other stages the embedding is a stand-in that nobody reads.
         begin = {"input_ids": given} if self.embeds else {"inputs_embeds": torch.zeros_like(given)}
         if self.adds_to_loss and self.ends:
-            logits, added = call(self.model, **begin)
-            return (logits,) if added is None else (logits, added)
+            return call(self.model, **begin)
         packed = packed if "position_ids" in beside else False
         with known_rows(packed=packed, hides=hides):
             return (self.model(**begin, **beside, use_cache=False, return_dict=True).logits,)
@@ -109,8 +114,8 @@ class ForeignStage(CutStage, StageModel):
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
         """The head's weight: the gradient of its result is [b, s, words]."""
-        trained = self.ends and not self.adapted
-        return (self.model.get_parameter(f"{self.anatomy.head}.weight"),) if trained else ()
+        weight = self.model.get_parameter(f"{self.anatomy.head}.weight") if self.ends else None
+        return () if weight is None or not weight.requires_grad else (weight,)
 
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
         """This stage's trained parameters by the names that the whole model gives them."""
@@ -134,7 +139,7 @@ class ForeignStage(CutStage, StageModel):
         return rows | {name: rows[name]._replace(gradient="none") for name in self.frozen}
 
     def decoder_layers(self) -> Mapping[Layer, nn.Module]:
-        """The layers of this stage; each is called as (hidden state, positional arguments, arguments by name)."""
+        """The layers of this stage, each called as (hidden state, positional arguments, those by name, draws)."""
         return {Layer("decoder", index): layer for index, layer in self._own_layers.items()}
 
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
@@ -162,7 +167,9 @@ class ForeignStage(CutStage, StageModel):
         index = self._index(name)
         if index is None:
             return forward
-        layer = _OwnLayer(forward, f"{name} ({type(self.model.get_submodule(name)).__name__})")
+        module = self.model.get_submodule(name)
+        drops = [each for each in module.modules() if isinstance(each, AdapterDropout)]
+        layer = _OwnLayer(forward, f"{name} ({type(module).__name__})", drops)
         self._own_layers[index] = layer
 
         def run(*arguments: Any, **named: Any) -> Any:
@@ -170,7 +177,7 @@ class ForeignStage(CutStage, StageModel):
             if index == 0 and self._arrived is not None:
                 state = self._arrived
             others = {key: value for key, value in named.items() if key != "hidden_states"}
-            output = (layer.run or layer)(state, rest, others)
+            output = (layer.run or layer)(state, rest, others, self._draws)
             if index == self.own[-1] and not self.ends:
                 logits = recorded() if self.adds_to_loss else ()
                 raise Departed(output[0] if self.anatomy.returned else output, *_stacked(logits))
@@ -235,15 +242,20 @@ def build_foreign_stage(
 class _OwnLayer(nn.Module):
     """A layer as recompute and others see it: a function of tensors by position. It owns no parameters."""
 
-    def __init__(self, function: Forward, name: str) -> None:
+    def __init__(self, function: Forward, name: str, drops: Sequence[AdapterDropout]) -> None:
         super().__init__()
         self.function = function
         self.name = name
+        self.drops = tuple(drops)
         self.run: Forward | None = None
         """The function that is called in its place, if there is one."""
 
-    def forward(self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """Run the layer's own forward; a list that it returns becomes a tuple."""
+    def forward(
+        self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any], draws: Draws | None = None
+    ) -> Any:
+        """Run the layer's own forward; a list that it returns becomes a tuple. A second run draws the same."""
+        for each in self.drops:
+            each.draws = draws
         output = self.function(state, *arguments, **named)
         return tuple(output) if isinstance(output, list) else output
 

@@ -193,12 +193,12 @@ def recorded() -> list[Tensor]:
     return logits
 
 
-def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
+def call(model: Any, **given: Tensor) -> tuple[Tensor, ...]:
     """Run a whole forward; returns the logits, and the loss that the model's own code adds for its routers (a number).
 
-    That loss has the model's coefficient, and is None if it has no gradient. A model that gets labels returns the sum
-    of all its losses; the cross entropy in it is replaced by 0 here, as ppctl computes its own. Raises ValueError for
-    code that computes cross entropy if it cannot be replaced.
+    That loss has the model's coefficient, and is left out if it has no gradient. A model that gets labels returns the
+    sum of all its losses; the cross entropy in it is replaced by 0 here, as ppctl computes its own. Raises ValueError
+    for code that computes cross entropy if it cannot be replaced.
     """
     (tokens,) = given.values()
     shape, device, asked = tokens.shape[:2], tokens.device, []
@@ -212,10 +212,10 @@ def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
         labels = torch.zeros(shape, dtype=torch.int64, device=device)
         result = model(**given, labels=labels, use_cache=False, return_dict=True)
     if asked:
-        return result.logits, result.loss if result.loss.requires_grad else None
+        return (result.logits, result.loss) if result.loss.requires_grad else (result.logits,)
     if getattr(result, "aux_loss", None) is not None:
         raise ValueError("it makes its loss by itself, so that what it adds for its routers cannot be told apart")
-    return result.logits, None
+    return (result.logits,)
 
 
 class Conversions:

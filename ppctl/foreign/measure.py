@@ -27,7 +27,7 @@ from ppctl.foreign.measured_pass import (
     valueless,
 )
 from ppctl.foreign.miniature import lower_windows
-from ppctl.foreign.peft_adapters import add_adapters
+from ppctl.foreign.peft_adapters import AdapterDropout, add_adapters
 from ppctl.geometry.foreign_model import Adapters, Anatomy, Growth, LayerCost, PartCosts, Peak, RouterLogits
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
@@ -87,11 +87,22 @@ def _model_of(
     with all layers: the first that has one decides what runs backwards."""
     blank = make_model(config, "meta", dtype).train()
     if adapters is not None:
-        return _MeasuredModel(add_adapters(blank, adapters, anatomy, dtype), anatomy, kinds, hidden, dtype, True)
+        adapted = add_adapters(blank, adapters, anatomy, dtype)
+        for module in adapted.modules():
+            if isinstance(module, AdapterDropout):
+                module.__class__ = _DrawsNothing
+        return _MeasuredModel(adapted, anatomy, kinds, hidden, dtype, True)
     count = max(kinds) + 1
     layers: Any = blank.get_submodule(anatomy.layers)
     del layers[count:]
     return _MeasuredModel(blank, replace(anatomy, count=count), kinds, hidden, dtype)
+
+
+class _DrawsNothing(AdapterDropout):
+    """Keeps and makes what dropout does, without its draws: `cost/activations.py` counts these."""
+
+    def forward(self, x: Tensor, draws: object = None) -> Tensor:
+        return super().forward(x) * self.p
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +157,10 @@ class _MeasuredModel:
         if not self.adapted:
             return -1
         trained = [name for name, each in self.blank.named_parameters() if each.requires_grad]
-        return min(int(name.removeprefix(f"{self.anatomy.layers}.").split(".")[0]) for name in trained)
+        if any(self.anatomy.place(name) == 0 for name in trained):
+            return -1
+        inside = [name.removeprefix(f"{self.anatomy.layers}.") for name in trained if self.anatomy.place(name) == 1]
+        return min(int(name.split(".")[0]) for name in inside)
 
     def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_LayerTables]:
         """The tables that a forward makes once for all layers, by batch: seen from after the last kind of layer."""

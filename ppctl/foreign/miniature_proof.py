@@ -99,18 +99,18 @@ def _batch(number: int, model: Any) -> tuple[Tensor, Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:], torch.ones(_ROWS, _TOKENS)
 
 
-_Losses = tuple[Tensor, Tensor | None]
-"""ppctl's of one microbatch, and what the model's own code adds to it."""
+_Losses = tuple[Tensor, ...]
+"""ppctl's of one microbatch, and what the model's own code adds to it, if it adds something."""
 
 
 def _losses(outputs: Sequence[Tensor], labels: Tensor, mask: Tensor) -> _Losses:
     logits, *added = outputs
-    return microbatch_loss(logits, labels, mask, float(_MICROBATCHES * mask.numel())), next(iter(added), None)
+    return microbatch_loss(logits, labels, mask, float(_MICROBATCHES * mask.numel())), *added
 
 
 def _objective(losses: _Losses) -> Tensor:
-    loss, added = losses
-    return loss if added is None else loss + added / _MICROBATCHES
+    loss, *added = losses
+    return loss + added[0] / _MICROBATCHES if added else loss
 
 
 def _run_whole(
@@ -120,9 +120,9 @@ def _run_whole(
     states, losses = list[list[Tensor]](), list[_Losses]()
     for tokens, labels, mask in batches:
         with _watched(model, anatomy) as watched:
-            logits, added = call(model, input_ids=tokens)
+            outputs = call(model, input_ids=tokens)
         states.append(watched)
-        losses.append(_losses((logits,) if added is None else (logits, added), labels, mask))
+        losses.append(_losses(outputs, labels, mask))
         _objective(losses[-1]).backward()
     trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     return states, trained, losses
@@ -209,12 +209,10 @@ def _run_cut(
 
 
 def _compare_losses(anatomy: Anatomy, of_parts: _Losses, expected: _Losses) -> None:
-    (loss, added), (whole, all_added) = of_parts, expected
+    (loss, *added), (whole, *all_added) = of_parts, expected
     if not torch.equal(loss, whole):
         raise CannotCut(f"{anatomy.head}: with the same states before it the loss differs")
-    if (added is None) != (all_added is None) or (
-        added is not None and all_added is not None and not torch.equal(added, all_added)
-    ):
+    if len(added) != len(all_added) or not all(map(torch.equal, added, all_added)):
         raise CannotCut(
             f"{anatomy.head}: with all hidden states and all that routers record equal, what the model's own code adds "
             "to the loss differs: it reads something else of earlier layers"

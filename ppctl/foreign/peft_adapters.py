@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy
+from ppctl.model.dropout import Draws, Dropout
 
 _NAME = "default"
 """peft's own name of a model's only adapter."""
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: torch.dtype) -> nn.Module:
-    """Put peft's modules around the targets and freeze all else; adapters are as wide as the weights. Raises
-    ConfigError: PP-E540 for targets that no decoder layer has, PP-E541 without peft, PP-E542 in its own words for what
-    it does not adapt."""
+    """Put peft's modules around the targets, and freeze all else but the modules that are trained whole; adapters are
+    as wide as the weights. Raises ConfigError: PP-E540 for modules that the model does not have or cannot train so,
+    PP-E541 without peft, PP-E542 in its own words for what it does not adapt."""
     try:
         import peft
     except ImportError as missing:
@@ -30,7 +32,6 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
         r=adapters.rank,
         lora_alpha=alpha,
         target_modules=_modules(model, adapters, anatomy),
-        lora_dropout=0.0,
         bias="none",
         init_lora_weights=False,
     )
@@ -46,7 +47,42 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     adapted: nn.Module = injected
+    _train_whole(adapted, adapters, anatomy)
+    for module in [*adapted.modules()] if adapters.dropout else ():
+        if isinstance(drops := getattr(module, "lora_dropout", None), nn.ModuleDict):
+            drops[_NAME] = AdapterDropout(adapters.dropout)
     return adapted
+
+
+class AdapterDropout(Dropout):
+    """What an adapter sees of its input [b, s, width]; the layer around it says by which `draws` (`_OwnLayer`)."""
+
+    draws: Draws | None = None
+
+    def forward(self, x: Tensor, draws: Draws | None = None) -> Tensor:
+        """`x` with elements dropped; as it is without draws. Raises ConfigError (PP-E540) for rows without places."""
+        if x.dim() != 3:
+            message = f"model.lora.dropout: a target gets {list(x.shape)}, rows without their places in samples"
+            raise ConfigError(Problem("PP-E540", message, "model.lora.dropout=0", "model.lora"))
+        return super().forward(x, self.draws)
+
+
+def _train_whole(adapted: nn.Module, adapters: Adapters, anatomy: Anatomy) -> None:
+    """Let the modules of `modules_to_save` be trained. Raises ConfigError (PP-E540) for names that match no weight, or
+    what has an adapter or is shared: peft gives such modules another meaning."""
+    names = {canonical(name): parameter for name, parameter in adapted.named_parameters(remove_duplicate=False)}
+    remedy = "model.lora.modules_to_save=null"
+    for module in adapters.modules_to_save:
+        chosen = [name for name in names if trained_whole(name, adapters._replace(modules_to_save=(module,)))]
+        what = f"modules_to_save: {module}"
+        if not chosen:
+            raise _wrong(f"{what} is the end of no name of a module with weights", remedy)
+        if held := next(filter(is_adapter, chosen), None):
+            raise _wrong(f"{what} has an adapter in it: {held}", remedy)
+        if anatomy.tied and {*chosen} & {*anatomy.uses}:
+            raise _wrong(f"{what} shares its weight, as {' and '.join(anatomy.uses)} are one in this model", remedy)
+        for name in chosen:
+            names[name].requires_grad_(True)
 
 
 def _modules(model: nn.Module, adapters: Adapters, anatomy: Anatomy) -> list[str]:
@@ -96,7 +132,8 @@ def _wrong(message: str, remedy: str) -> ConfigError:
 
 def shapes_of(adapted: nn.Module) -> Mapping[str, tuple[int, ...]]:
     """The canonical names of the parts of all adapters, with their shapes."""
-    return {canonical(name): tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
+    names = {canonical(name): tuple(each.shape) for name, each in adapted.named_parameters()}
+    return {name: shape for name, shape in names.items() if is_adapter(name)}
 
 
 def canonical(name: str) -> str:

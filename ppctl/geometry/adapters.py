@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -16,29 +16,27 @@ from ppctl.errors import pasted
 from ppctl.geometry.foreign_model import Adapters
 from ppctl.geometry.rows import Parameter
 
-_SETTINGS = {"dropout": ("0", "its draws would depend on the cut"), "bias": ("none", "biases are frozen")}
-"""Settings of peft that have one value here: the value, and why."""
 _OURS = {"r": "rank", "target_modules": "targets", "lora_alpha": "alpha", "layers_to_transform": "layers"}
+_OURS |= {"lora_dropout": "dropout"}
 """Names of peft's -> ours."""
 _OTHERS = {name: f"its name here is {ours}" for name, ours in _OURS.items()} | {
-    "modules_to_save": "modules beside adapters are frozen here",
     "target_parameters": "tensors that are no module's weight have none here",
     "use_dora": "adapters have no magnitudes here",
     "use_rslora": "adapters are scaled by alpha / rank here",
     "rank_pattern": "all adapters have one rank here",
     "alpha_pattern": "all adapters have one alpha here",
     "exclude_modules": "targets are named one by one here",
-    "lora_dropout": "adapters have no dropout here",
     "init_lora_weights": "adapters start as peft's gaussian",
 }
 """Other names of peft's, and what is so here."""
-_KEYS = ("rank", "targets", "alpha", "layers", *_SETTINGS)
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 MOST_RANK = 2**16
 """More than any model has columns."""
-_EXAMPLES = {"rank": "16", "targets": "[q_proj,v_proj]", "alpha": "16", "layers": "[0]", "dropout": "0", "bias": "none"}
+_EXAMPLES = {"rank": "16", "targets": "[q_proj,v_proj]", "alpha": "16", "layers": "[0]", "dropout": "0.1"}
+_EXAMPLES |= {"modules_to_save": "[lm_head]", "bias": "none"}
+"""Every key of `model.lora`, with a value that it may have."""
 
 
 class WrongAdapters(ValueError):
@@ -52,15 +50,13 @@ class WrongAdapters(ValueError):
 def read_adapters(given: Mapping[str, Any]) -> Adapters:
     """The adapters that `model.lora` asks for; a null key counts as absent. Raises WrongAdapters."""
     lora = {name: value_text(value) for name, value in given.items() if value_text(value) != "null"}
-    for name, (only, why) in _SETTINGS.items():
-        value = lora.get(name, only)
-        if value != only and not (only == "0" and _number(name, value) == 0):
-            raise WrongAdapters(f"{name}={value} is refused, because {why}: model.lora.{name}={only}", **{name: only})
-    unknown = [name for name in lora if name not in _KEYS]
+    if (bias := lora.get("bias", "none")) != "none":
+        raise _wrong("bias", f"bias={bias} is refused, because biases are frozen: model.lora.bias=none")
+    unknown = [name for name in lora if name not in _EXAMPLES]
     if unknown:
         known = [f"{name} of peft's ({_OTHERS[name]})" if name in _OTHERS else name for name in unknown]
         ours = {_OURS[name]: lora[name] for name in unknown if name in _OURS and _OURS[name] not in lora}
-        message = f"it has rank, targets, alpha and layers, and nothing called {', '.join(known)}"
+        message = f"it has {', '.join(_EXAMPLES)}, and nothing called {', '.join(known)}"
         raise WrongAdapters(message, **dict.fromkeys(unknown, "null"), **ours)
     missing = [name for name in ("rank", "targets") if not lora.get(name)]
     if missing:
@@ -68,13 +64,19 @@ def read_adapters(given: Mapping[str, Any]) -> Adapters:
     rank = _number("rank", lora["rank"])
     if not 1 <= rank <= MOST_RANK or not rank.is_integer():
         raise _wrong("rank", f"rank={lora['rank']} is no whole number from 1 to {MOST_RANK}")
-    targets = _words(lora["targets"])
-    if not all(targets):
-        raise _wrong(
-            "targets", f"targets={lora['targets']} {'has an empty name' if any(targets) else 'names no module'}"
-        )
-    layers = _layers(lora["layers"]) if "layers" in lora else ()
-    return Adapters(int(rank), _number("alpha", lora.get("alpha", lora["rank"])), tuple(dict.fromkeys(targets)), layers)
+    dropout = _number("dropout", lora.get("dropout", "0"))
+    if dropout >= 1:
+        raise _wrong("dropout", f"dropout={lora['dropout']} is no number from 0 to below 1")
+    targets, layers = _modules("targets", lora), _layers(lora["layers"]) if "layers" in lora else ()
+    saved = _modules("modules_to_save", lora) if "modules_to_save" in lora else ()
+    return Adapters(int(rank), _number("alpha", lora.get("alpha", lora["rank"])), targets, layers, dropout, saved)
+
+
+def _modules(name: str, lora: Mapping[str, str]) -> tuple[str, ...]:
+    words = _words(lora[name])
+    if not all(words):
+        raise _wrong(name, f"{name}={lora[name]} {'has an empty name' if any(words) else 'names no module'}")
+    return tuple(dict.fromkeys(words))
 
 
 def _wrong(name: str, message: str) -> WrongAdapters:
@@ -113,12 +115,21 @@ def is_adapter(name: str) -> bool:
     return name.endswith((_FIRST, _SECOND))
 
 
-def with_adapters(rows: Iterable[Parameter], made: Mapping[str, tuple[int, ...]]) -> tuple[Parameter, ...]:
-    """The rows of a layer: every weight, frozen, with the two parts of its adapter after it, if it has one. `made` are
-    the shapes of all parts of adapters in the layer, by name."""
+def trained_whole(name: str, adapters: Adapters) -> bool:
+    """Whether the parameter or buffer with this canonical name is in a module of `modules_to_save`: one whose path ends
+    in the letters of one of these names, as peft has it."""
+    around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+    return any(path.endswith(adapters.modules_to_save) for path in around)
+
+
+def with_adapters(
+    rows: Iterable[Parameter], made: Mapping[str, tuple[int, ...]], whole: Collection[str] = ()
+) -> tuple[Parameter, ...]:
+    """The rows of a layer: every weight, frozen unless it is in `whole`, with the two parts of its adapter after it, if
+    it has one. `made` are the shapes of all parts of adapters in the layer, by name."""
     parameters = []
     for row in rows:
-        parameters.append(frozen(row))
+        parameters.append(row if row.name in whole else frozen(row))
         for part, start in ((_FIRST, "adapter"), (_SECOND, "zeros")):
             name = row.name.removesuffix(".weight") + part
             if row.name.endswith(".weight") and name in made:

@@ -165,7 +165,7 @@ class LayerKind(NamedTuple):
     """Layers of one structure: names, shapes and costs are equal."""
 
     name: str
-    """What it has that other kinds of the model have not: `self_attn.sliding_window=4096`; empty if all are one."""
+    """Facts that other kinds of the model do not have: `self_attn.sliding_window=4096`; empty if all are one."""
     rows: tuple[Parameter, ...]
     """Names are patterns, with {layer} for the index."""
 
@@ -179,6 +179,10 @@ class Adapters(NamedTuple):
     """The ends of the names of the modules that have one: `q_proj`, `self_attn.q_proj`."""
     layers: tuple[int, ...] = ()
     """The decoder layers that have them; empty: all."""
+    dropout: float = 0.0
+    """The probability with which an adapter does not see an element of its input in training."""
+    modules_to_save: tuple[str, ...] = ()
+    """The ends of the names of the modules that are trained whole, as peft matches them: `lm_head`, `norm`."""
 
 
 class RouterLogits(NamedTuple):
@@ -201,7 +205,7 @@ class ForeignModel(NamedTuple):
     transformers: str
     """The version of the library that described it."""
     stages: tuple[str, ...]
-    """What each stage of the proof held."""
+    """The parts that each stage of the proof held."""
     anatomy: Anatomy
     first: tuple[Parameter, ...]
     """Rows of what runs before the layers."""
@@ -210,15 +214,15 @@ class ForeignModel(NamedTuple):
     """For each layer, its index in `kinds`."""
     kinds: tuple[LayerKind, ...]
     measured: tuple[PartCosts, ...]
-    """What the parts cost, by width of numbers and by length."""
+    """The costs of the parts, by width of numbers and by length."""
     sizes: Mapping[str, Any]
     """The fields of ModelConfig that the model decides over."""
     active: int
     """The number of parameters that one token meets: of routed experts only the chosen ones."""
     notes: tuple[str, ...] = ()
-    """What differs from transformers' own training, for the plan."""
+    """The differences from transformers' own training, for the plan."""
     adapters: Adapters | None = None
-    """What is trained in place of the weights, which are frozen then."""
+    """The adapters that are trained in place of the weights, which are frozen then."""
     router_logits: RouterLogits | None = None
     """For models whose code adds a loss over the routers of all layers."""
     gradients: int = 0

@@ -87,8 +87,8 @@ def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
 
 
 def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
-    """What a rank waits for: another rank in a collective, or the action of another rank that its current action
-    needs."""
+    """The other side of a rank's wait: another rank in a collective, or the action of another rank that its current
+    action needs."""
     if own.index == NO_ACTION or own.state not in _LISTED:
         axis, behind = _behind_in_exchanges(plan, by_rank, own)
         return Wait(own, on=_furthest_behind(by_rank, own) if behind is None else behind, axis=axis)

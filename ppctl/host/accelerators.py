@@ -49,7 +49,7 @@ class Efficiency(NamedTuple):
 
     matmul: float
     fp8_matmul: float
-    """Of products in 8 bits or less."""
+    """The share of the peak that products in 8 bits or less reach."""
     grouped: float
     """Rate of the experts' grouped products, relative to other products."""
     attention: float

@@ -67,7 +67,7 @@ def plan_of(
     """The plan of a composed config, and all problems, the known ones among them; of the plan `before`, that of the
     run's last start, a schedule that was searched for is kept."""
     try:
-        with _patience_asked():
+        with patience_asked():
             plan = plan_checked(config.config, config.provenance, problems, before=before)
     except ConfigError as error:
         return None, list(dict.fromkeys(error.problems))
@@ -75,12 +75,12 @@ def plan_of(
 
 
 @contextmanager
-def _patience_asked() -> Iterator[None]:
+def patience_asked() -> Iterator[None]:
     """Tell a person after a second that the plan takes longer."""
     if not sys.stderr.isatty():
         yield
         return
-    text = "note: still planning; searching for a layout or a schedule takes seconds"
+    text = "note: still planning; a search for a layout, a schedule or a cut takes seconds"
     waiting = Timer(_PATIENCE_S, print, (text,), {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     waiting.start()

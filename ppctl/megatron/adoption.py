@@ -40,7 +40,7 @@ class ReplacedName(NamedTuple):
 
 @dataclass(frozen=True)
 class Adoption:
-    """What a call of `adopt` has done. `print` it for a table."""
+    """The result of a call of `adopt`. `print` it for a table."""
 
     places: tuple[ReplacedName, ...]
     """The names that were replaced."""

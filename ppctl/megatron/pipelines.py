@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.connections import moves_on_device
+from ppctl.comm.groups import gather_values
+from ppctl.comm.modes import Modes
 from ppctl.megatron.models import config_of, holder_of, misuse
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import Channel, Placement, Schedule
@@ -76,18 +76,6 @@ def first_layer(config: Any, vp_stage: int, pp_rank: int) -> int | None:
     return None if offset is None else offset(config, vp_stage, pp_rank) + 1
 
 
-_MODES = (
-    "pipeline_dtype",
-    "variable_seq_lengths",
-    "batch_p2p_comm",
-    "batch_p2p_sync",
-    "overlap_p2p_comm",
-    "overlap_p2p_comm_warmup_flush",
-    "use_ring_exchange_p2p",
-    "pipeline_model_parallel_comm_backend",
-    "mtp_standalone",
-)
-
 _made: WeakKeyDictionary[nn.Module, tuple[object, P2PCommunicator]] = WeakKeyDictionary()
 """Communicators made for calls without one, by the rank's first chunk: channels and buffers outlive a step."""
 
@@ -140,7 +128,7 @@ def v_channels(pp: int) -> frozenset[Channel]:
 def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:
     """The model's communicator over `group`, made anew if the group, the placement or a mode in the config has
     changed."""
-    key = [group, kind, *(getattr(config, name, None) for name in _MODES)]
+    key = group, kind, Modes.of(config)
     kept = _made.get(model)
     if kept is None or kept[0] != key:
         channels = None if kind == "loop" else v_channels(group.size())
@@ -162,27 +150,23 @@ def agree(communicator: P2PCommunicator | None, asked: dict[str, int | None], mi
     """
     if communicator is None or communicator in _agreed:
         return
-    group = communicator.pp_group
-    device = communicator.device if moves_on_device(group) else torch.device("cpu")
-    values = [0 if misplaced is None else 1, *(-1 if value is None else value for value in asked.values())]
-    own = torch.tensor(values, device=device)
-    table = torch.empty(group.size(), len(own), dtype=own.dtype, device=device)
-    dist.all_gather(list(table.unbind()), own, group=group)
-    wrong, *columns = table.T.tolist()
-    if any(wrong):
-        message = misplaced or f"pp_rank {wrong.index(1)} has chunks that are not in the places of the schedule"
+    own = misplaced is not None, {name: None if value is None else int(value) for name, value in asked.items()}
+    told = gather_values(tuple[bool, dict[str, int | None]], own, communicator.pp_group, everywhere=True)
+    wrong = next((pp_rank for pp_rank, (is_wrong, _) in enumerate(told) if is_wrong), None)
+    if wrong is not None:
+        message = misplaced or f"pp_rank {wrong} has chunks that are not in the places of the schedule"
         raise misuse(message, 'ppctl.adopt(schedule="interleaved_zero_bubble")')
-    by_name = dict(zip(asked, columns, strict=True))
+    by_name = {name: [each.get(name) for _, each in told] for name in asked}
     differing = {name: values for name, values in by_name.items() if len(set(values)) > 1}
     if differing:
         listed = "; ".join(_difference(name, values) for name, values in differing.items())
         name, (first, *_) = next(iter(differing.items()))
         message = f"the ranks of a pipeline do not call for the same: {listed}"
-        raise misuse(message, f"{name}={None if first == -1 else first} on every rank")
+        raise misuse(message, f"{name}={first} on every rank")
     _agreed.add(communicator)
 
 
-def _difference(name: str, values: list[int]) -> str:
+def _difference(name: str, values: list[int | None]) -> str:
     """`num_microbatches is 4 on pp_rank 0 and 5 on pp_rank 1`."""
     first = values[0]
     rank = next(rank for rank, value in enumerate(values) if value != first)

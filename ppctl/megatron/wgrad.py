@@ -5,18 +5,19 @@ All in plain torch: what a fused kernel would add in place is a product and an a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.megatron.models import holder_of, misuse
 from ppctl.tensors.wide_dtype import wide_dtype
+from ppctl.weight_gradients.products import linear
+from ppctl.weight_gradients.wide_sums import AtOnce
 
 
 @contextmanager
@@ -135,28 +136,17 @@ class Deferral:
         layer = self.module.output_layer
         if self.microbatch < self._from or not torch.is_grad_enabled() or not layer.weight.requires_grad:
             return F.linear(x, layer.weight, layer.bias)
-        output = _DeferredLinear.apply(x, layer.weight, layer.bias, self._defer)  # type: ignore[no-untyped-call]  # torch's
-        result: Tensor = output
-        return result
-
-    def _defer(self, activation: Tensor, gradient: Tensor) -> None:
-        self.module.embedding_activation_buffer.append(activation)
-        self.module.grad_output_buffer.append(gradient)
+        return linear(_IntoBuffers(self.module), x, layer.weight, layer.bias)
 
 
-class _DeferredLinear(torch.autograd.Function):
-    """A linear map whose backward hands the weight's part to a function instead of computing it."""
+class _IntoBuffers(AtOnce):
+    """In place of a collector of deferred gradients: what a weight's gradient is computed from goes into buffers."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: Callable[..., None]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.defer, ctx.has_bias = defer, bias is not None
-        return F.linear(x, weight, bias)
+    def __init__(self, module: Any) -> None:
+        self._module = module
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        ctx.defer(x, gradient)
-        bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias else None
-        return gradient.matmul(weight) if ctx.needs_input_grad[0] else None, None, bias, None
+    def put(self, weight: Tensor, place: Tensor, make: Any) -> None:
+        """Append the operands of `make`, which are a product's gradient and input."""
+        gradient, activation, *_ = make.args
+        self._module.embedding_activation_buffer.append(activation)
+        self._module.grad_output_buffer.append(gradient)

@@ -37,16 +37,6 @@ class RowKeys(NamedTuple):
     second: Tensor
 
 
-class Dropped(NamedTuple):
-    """Which probabilities of attention are dropped: of (sample's key, head, query, key), each with probability `p`."""
-
-    keys: Tensor
-    """[b] int64, of each sample for this attention."""
-    p: float
-    first_head: int = 0
-    """The global number of the first head that is drawn for."""
-
-
 def sample_key(seed: int, step: int, sample: int) -> int:
     """The key of a sample: `step` counts completed steps, `sample` is its place in the global batch."""
     return _hash(f"{seed}:{step}:{sample}")
@@ -83,12 +73,6 @@ def kept(rows: RowKeys, columns: Tensor, p: float) -> Tensor:
     return draw(rows, columns) >= min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-def kept_probabilities(dropped: Dropped, heads: int, queries: Tensor, seen: Tensor) -> Tensor:
-    """Which probabilities stay, bool [b, heads, q, k], at the global positions `queries` [q] and `seen` [k] (int64)."""
-    numbers = torch.arange(dropped.first_head, dropped.first_head + heads, device=queries.device)[:, None] << 32
-    return kept(row_keys(dropped.keys[:, None, None], numbers | queries), seen.to(torch.int32), dropped.p)
-
-
 class Dropout(nn.Module):
     """Elements become 0 with probability p, others 1 / (1 - p) times as large: of a hidden state, or probabilities.
 
@@ -104,10 +88,6 @@ class Dropout(nn.Module):
     def keys(self, draws: Draws) -> Tensor:
         """[b] int64: of each sample, for this module."""
         return _mix(draws.samples ^ self.key)
-
-    def of_attention(self, draws: Draws | None, first_head: int = 0) -> Dropped | None:
-        """The draws for attention's probabilities, from this head on; None if none is dropped."""
-        return None if draws is None or not self.p else Dropped(self.keys(draws), self.p, first_head)
 
     def forward(self, x: Tensor, draws: Draws | None) -> Tensor:
         """`x` [b, s, h] with elements dropped; as it is without `draws`."""

@@ -3,7 +3,7 @@
 Only queries, keys and values are saved for the backward, which computes a block's probabilities and draws again. In
 memory at once are the scores of `score_rows` queries of each head.
 
-If ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
+If ranks share sequences, `Dropped` draws for the blocks of `parallel/context.py`, by the global positions of
 their queries and keys: results of blocks merge as others do, as their log-sums are those of all probabilities.
 """
 
@@ -17,10 +17,34 @@ from torch import Tensor
 
 from ppctl.geometry.layers import score_rows
 from ppctl.model.block_attention import Block
-from ppctl.model.dropout import Dropped, kept_probabilities
+from ppctl.model.dropout import kept, row_keys
 from ppctl.model.linear import without_autocast
 from ppctl.model.packing import Documents
 from ppctl.tensors.wide_dtype import wide_dtype
+
+
+class Dropped(NamedTuple):
+    """Which probabilities of attention are dropped: of (sample's key, head, query, key), each with probability `p`."""
+
+    keys: Tensor
+    """[b] int64, of each sample for this attention."""
+    p: float
+    first_head: int = 0
+    """The global number of the first head that is drawn for."""
+
+    def of_heads(self, rank: int, heads: int) -> Dropped:
+        """The draws for the rank-th `heads` of these heads."""
+        return self._replace(first_head=self.first_head + rank * heads)
+
+    def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:
+        """The kernel of a block of these samples, whose queries and keys have these positions (int64)."""
+        return DroppedBlock(self._replace(keys=self.keys[rows]), queries, keys)
+
+
+def kept_probabilities(dropped: Dropped, heads: int, queries: Tensor, seen: Tensor) -> Tensor:
+    """Which probabilities stay, bool [b, heads, q, k], at the global positions `queries` [q] and `seen` [k] (int64)."""
+    numbers = torch.arange(dropped.first_head, dropped.first_head + heads, device=queries.device)[:, None] << 32
+    return kept(row_keys(dropped.keys[:, None, None], numbers | queries), seen.to(torch.int32), dropped.p)
 
 
 def attention_with_dropout(
@@ -46,23 +70,8 @@ def attention_with_dropout(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, first: int) -> Tensor:
     """Attention of one document, or of rows of equal length, whose first tokens have the position `first`."""
-    call = _DroppedCall(dropped.p, dropped.first_head, scale, first)
-    out: Tensor = _DroppedAttention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = _DroppedAttention.apply(q, k, v, dropped, scale, first)  # type: ignore[no-untyped-call]  # torch's own
     return out
-
-
-class DroppedBlocks(NamedTuple):
-    """The draws of an attention over ranks that share sequences."""
-
-    dropped: Dropped
-
-    def of_heads(self, rank: int, heads: int) -> DroppedBlocks:
-        """The draws for the rank-th `heads` of these heads."""
-        return DroppedBlocks(self.dropped._replace(first_head=self.dropped.first_head + rank * heads))
-
-    def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:
-        """The kernel of a block of these samples, whose queries and keys have these positions (int64)."""
-        return DroppedBlock(self.dropped._replace(keys=self.dropped.keys[rows]), queries, keys)
 
 
 class DroppedBlock(NamedTuple):
@@ -118,57 +127,52 @@ class DroppedBlock(NamedTuple):
         return _by_group(kept_probabilities(self.dropped, heads, self.queries[rows], self.keys), groups)
 
 
-class _DroppedCall(NamedTuple):
-    p: float
-    first_head: int
-    scale: float
-    first: int
-
-
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, call: _DroppedCall) -> Tensor:
-        ctx.save_for_backward(q, k, v, keys)
-        ctx.call = call
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, first: int) -> Tensor:
+        ctx.save_for_backward(q, k, v, dropped.keys)
+        ctx.call = dropped[1:], scale, first
         b, heads, s, _ = q.shape
         out = v.new_empty(b, s, heads, v.shape[-1])
         with without_autocast(q.device.type):
-            for queries, seen, shares, keep in _blocks(q, k, keys, call):
-                weights = shares.mul_(keep).mul_(1 / (1 - call.p)).to(v.dtype)
+            for queries, seen, shares, keep in _blocks(q, k, dropped, scale, first):
+                weights = shares.mul_(keep).mul_(1 / (1 - dropped.p)).to(v.dtype)
                 out[:, queries] = _by_head(weights @ v[:, :, seen], heads).transpose(1, 2)
         return out.flatten(2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, keys = ctx.saved_tensors
-        heads, groups, call = q.shape[1], k.shape[1], ctx.call
+        heads, groups, (draws, scale, first) = q.shape[1], k.shape[1], ctx.call
+        dropped = Dropped(keys, *draws)
         gradient = gradients[0].unflatten(2, (heads, -1)).transpose(1, 2)
         of_q = torch.empty_like(q)
         wide = wide_dtype(q.dtype)
         of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         with without_autocast(q.device.type):
-            for queries, seen, shares, keep in _blocks(q, k, keys, call):
+            for queries, seen, shares, keep in _blocks(q, k, dropped, scale, first):
                 of_rows = _by_group(gradient[:, :, queries], groups)
-                drop = keep.to(wide).mul_(1 / (1 - call.p))
+                drop = keep.to(wide).mul_(1 / (1 - dropped.p))
                 of_v[:, :, seen] += (shares * drop).to(v.dtype).transpose(2, 3) @ of_rows
                 of_scores = (of_rows @ v[:, :, seen].transpose(2, 3)).to(wide).mul_(drop).mul_(shares)
                 of_scores.addcmul_(shares, of_scores.sum(-1, keepdim=True), value=-1)
-                of_scores = of_scores.mul_(call.scale).to(q.dtype)
+                of_scores = of_scores.mul_(scale).to(q.dtype)
                 of_q[:, :, queries] = _by_head(of_scores @ k[:, :, seen], heads)
                 of_k[:, :, seen] += of_scores.transpose(2, 3) @ _by_group(q[:, :, queries], groups)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
 
 
-def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _DroppedCall) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+def _blocks(
+    q: Tensor, k: Tensor, dropped: Dropped, scale: float, first: int
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """For neighbouring queries: these, the keys up to the last of them, their probabilities (at least float32), and
     which of these stay, both [b, groups, heads of a group x queries, keys]."""
-    positions = torch.arange(call.first, call.first + q.shape[2], device=q.device)
-    dropped = Dropped(keys, call.p, call.first_head)
+    positions = torch.arange(first, first + q.shape[2], device=q.device)
     for queries in _runs(q, k):
         seen = slice(0, queries.stop)
         block = DroppedBlock(dropped, positions, positions[seen])
         keep = block.kept(queries, q.shape[1], k.shape[1])  # draws need much memory: before there are scores
-        shares = block.scores(q, k[:, :, seen], queries, call.scale, causal=True).softmax(-1)
+        shares = block.scores(q, k[:, :, seen], queries, scale, causal=True).softmax(-1)
         yield queries, seen, shares, keep
 
 

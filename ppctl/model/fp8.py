@@ -82,6 +82,11 @@ class Rounded:
     x: Tensor
     quantised: Quantised
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The activation, and the values and scales of its rounded matrix."""
+        return self.x, self.quantised.values, self.quantised.scales
+
 
 Operand = Tensor | Rounded
 
@@ -105,9 +110,17 @@ class Fp8:
     multiply_groups: MultiplyGroups | None = None
     """How all groups of rows meet their weights at once, row-wise in e4m3; None: group by group."""
 
+    @property
+    def _of_rows(self) -> tuple[int, int]:
+        return 1, BLOCK if self.blockwise else 0
+
     def activation(self, matrix: Tensor) -> Quantised:
         """An activation [n, k]."""
-        return quantise(matrix, E4M3, (1, BLOCK if self.blockwise else 0))
+        return quantise(matrix, E4M3, self._of_rows)
+
+    def activation_of(self, values: Tensor, scales: Tensor, shape: tuple[int, int]) -> Quantised:
+        """The activation of this shape that became these values and scales."""
+        return Quantised(values, scales, self._of_rows, shape)
 
     def weight(self, matrix: Tensor) -> Quantised:
         """A weight [n, k]."""
@@ -115,7 +128,7 @@ class Fp8:
 
     def gradient(self, matrix: Tensor) -> Quantised:
         """A gradient of an output [n, k]."""
-        return quantise(matrix, self.gradients, (1, BLOCK if self.blockwise else 0))
+        return quantise(matrix, self.gradients, self._of_rows)
 
     def rounded(self, x: Operand) -> Rounded:
         """`x` [..., in] in 8 bits, once for all products that are given the result."""

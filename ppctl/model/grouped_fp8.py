@@ -101,23 +101,23 @@ class GroupsInFp8(NamedTuple):
 
     fp8: Fp8
     copies: EightBitCopies
-    dtype: torch.dtype
 
-    def multiply(self, rows: Tensor, weights: Tensor, values: Tensor, scales: Tensor, *groups: Tensor) -> Tensor:
+    def multiply(self, rows: Tensor, _: Tensor, bias: None, values: Tensor, scales: Tensor, *groups: Tensor) -> Tensor:
         """The product [size, out]; behind the last group it is whatever was in its memory."""
-        return self._product(values, scales.flatten(), *self.copies.ahead, Groups(*groups).ends)
+        return self._product(rows.dtype, values, scales.flatten(), *self.copies.ahead, Groups(*groups).ends)
 
-    def of_input(self, gradient: Tensor, weights: Tensor, values: Tensor, scales: Tensor, *groups: Tensor) -> Tensor:
+    def of_input(self, gradient: Tensor, _: None, weights: Tensor, *kept: Tensor) -> Tensor:
         """The gradient of the rows [size, in]; as the product behind the last group."""
-        rounded = self.fp8.gradient(gradient)
-        return self._product(rounded.values, rounded.scales.flatten(), *self.copies.back, Groups(*groups).ends)
+        rounded, ends = self.fp8.gradient(gradient), Groups(*kept[2:]).ends
+        return self._product(gradient.dtype, rounded.values, rounded.scales.flatten(), *self.copies.back, ends)
 
-    def of_weight(self, gradient: Tensor, values: Tensor, scales: Tensor, *groups: Tensor) -> Tensor:
+    def of_weight(self, gradient: Tensor, _: None, weights: Tensor, *kept: Tensor) -> Tensor:
         """The gradient of the weights [groups, out, in]."""
+        (values, scales, *groups) = kept
         own = Groups(*groups)
         rows = values.float().mul_(scales)
-        return self._product(*own.along_rows(gradient), *own.along_rows(rows), own.ends)
+        return self._product(gradient.dtype, *own.along_rows(gradient), *own.along_rows(rows), own.ends)
 
-    def _product(self, *operands: Tensor) -> Tensor:
+    def _product(self, dtype: torch.dtype, *operands: Tensor) -> Tensor:
         assert self.fp8.multiply_groups is not None  # groups were chosen to go at once
-        return self.fp8.multiply_groups(*operands).to(self.dtype)
+        return self.fp8.multiply_groups(*operands).to(dtype)

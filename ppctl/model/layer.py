@@ -8,11 +8,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.attention import Attention
+from ppctl.model.attention import Attention, LatentAttention
 from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.feed_forward import FeedForward, MixtureOfExperts
 from ppctl.model.kernels import ON_CPU, Kernels
-from ppctl.model.latent_attention import LatentAttention
 from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ppctl.geometry.rows import Place
 from ppctl.model.fp8 import BLOCK, Fp8, Operand, Quantised
 from ppctl.model.grouped_fp8 import Groups, GroupsInFp8, copies_of
-from ppctl.model.split import Formulas, TensorSplit, leave
+from ppctl.model.split import TensorSplit, leave
 from ppctl.model.split import columns as split_columns
 from ppctl.tensors.row_copies import copied, summed
 from ppctl.tensors.wide_dtype import wide_dtype
@@ -55,65 +55,50 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     Saved for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
     tokens, for which `x` is scaled and rounded a second time, from its 8 bits.
     """
-    x = fp8.rounded(x)
-    q = x.quantised
-    return _in_fp8(_InFp8(q.tile, q.shape, x.x.dtype, fp8), x.x, weight, q.values, q.scales)
+    rounded, *kept = fp8.rounded(x).parts
+    return _by_rule(_rule(fp8), weight, rounded, *kept)
 
 
-def _in_fp8(kind: _InFp8 | GroupsInFp8, x: Tensor, weight: Tensor, *kept: Tensor) -> Tensor:
-    """The product of this kind; `kept` are what its own methods need of x and beside it."""
+def _by_rule(rule: ProductRule, weight: Tensor, x: Tensor, *kept: Tensor) -> Tensor:
+    """The rule's product; `kept` are what its gradients need of x and beside it."""
     later = deferring(weight)
-    if later is None:
-        whole = _ProductInFp8.apply
-        out: Tensor = whole(x, weight, kind, *kept)  # type: ignore[no-untyped-call]  # torch's own
-        return out
-    rule = ProductRule(
-        lambda of, factor, _, *kept: kind.multiply(of, factor, *kept),
-        lambda gradient, _, factor, *kept: kind.of_input(gradient, factor, *kept),
-        lambda gradient, _, form, *kept: kind.of_weight(gradient, *kept),
-        keeps_input=False,
-    )
-    return multiply(later, rule, weight, x, *kept)
+    if later is not None:
+        return multiply(later, rule, weight, x, *kept)
+    out: Tensor = _WholeProduct.apply(x, weight, rule, *kept)  # type: ignore[no-untyped-call]  # torch's own
+    return out
 
 
-class _InFp8(NamedTuple):
-    """A product in 8 bits, of an activation [..., in] whose rounded matrix has this tile and shape."""
+def _rule(fp8: Fp8) -> ProductRule:
+    """Products in 8 bits of an activation, whose rounded matrix is there as its values and scales, with a weight."""
 
-    tile: tuple[int, int]
-    matrix: tuple[int, int]
-    dtype: torch.dtype
-    fp8: Fp8
+    def multiplied(x: Tensor, weight: Tensor, _: None, values: Tensor, scales: Tensor) -> Tensor:
+        rounded = fp8.activation_of(values, scales, (x.shape[:-1].numel(), x.shape[-1]))
+        return fp8.multiply(rounded, fp8.weight(weight)).to(x.dtype).reshape(*x.shape[:-1], len(weight))
 
-    def multiply(self, x: Tensor, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-        """The product [..., out], in the dtype of x."""
-        quantised = Quantised(values, scales, self.tile, self.matrix)
-        out = self.fp8.multiply(quantised, self.fp8.weight(weight)).to(self.dtype)
-        return out.reshape(*x.shape[:-1], len(weight))
-
-    def of_input(self, gradient: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
-        """The gradient of the activation."""
-        of_x = self.fp8.multiply(self.fp8.gradient(gradient.flatten(0, -2)), self.fp8.weight(weight.t()))
+    def of_input(gradient: Tensor, _: None, weight: Tensor, *__: Tensor) -> Tensor:
+        of_x = fp8.multiply(fp8.gradient(gradient.flatten(0, -2)), fp8.weight(weight.t()))
         return of_x.to(gradient.dtype).reshape(*gradient.shape[:-1], weight.shape[1])
 
-    def of_weight(self, gradient: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-        """The gradient of the weight [out, in], in the dtype of the product, which is the weight's."""
-        x = Quantised(values, scales, self.tile, self.matrix).dequantised()
-        of_weight = self.fp8.multiply(self.fp8.gradient(gradient.flatten(0, -2).t()), self.fp8.activation(x.t()))
-        return of_weight.to(self.dtype)
+    def of_weight(gradient: Tensor, _: None, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        rows = gradient.flatten(0, -2)
+        x = fp8.activation_of(values, scales, (len(rows), weight.shape[1])).dequantised()
+        return fp8.multiply(fp8.gradient(rows.t()), fp8.activation(x.t())).to(gradient.dtype)
+
+    return ProductRule(multiplied, of_input, of_weight, keeps_input=False)
 
 
-class _ProductInFp8(torch.autograd.Function):
+class _WholeProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: _InFp8 | GroupsInFp8, *kept: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: ProductRule, *kept: Tensor) -> Tensor:
         ctx.save_for_backward(weight, *kept)
-        ctx.kind = kind
-        return kind.multiply(x, weight, *kept)
+        ctx.rule = rule
+        return rule.multiply(x, weight, None, *kept)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (weight, *kept), (gradient,), kind = ctx.saved_tensors, gradients, ctx.kind
-        of_x = kind.of_input(gradient, weight, *kept)
-        return of_x, kind.of_weight(gradient, *kept).to(weight.dtype), None, *(None for _ in kept)
+        (weight, *kept), (gradient,), rule = ctx.saved_tensors, gradients, ctx.rule
+        of_x = rule.of_input(gradient, None, weight, *kept)
+        return of_x, rule.of_factor(gradient, None, weight, *kept).to(weight.dtype), None, *(None for _ in kept)
 
 
 def multiply_in_float32(a: Quantised, b: Quantised) -> Tensor:
@@ -269,29 +254,9 @@ def for_each_group(
 
 
 def _grouped_in_fp8(rows: Operand, weights: Tensor, groups: Groups, fp8: Fp8) -> Tensor:
-    rows = fp8.rounded(rows)
-    q, kind = rows.quantised, GroupsInFp8(fp8, copies_of(weights, fp8), rows.x.dtype)
-    return _in_fp8(kind, rows.x, weights, q.values, q.scales, *groups)
-
-
-def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
-    """The formulas of products with an activation such as x, if weights are split over ranks."""
-    if fp8 is None:
-        return _PLAIN
-    dtype = x.dtype
-
-    def prepare(x: Tensor) -> tuple[Tensor, Quantised]:
-        return x, fp8.activation(x.flatten(0, -2))
-
-    def kind(q: Quantised | None = None) -> _InFp8:
-        return _InFp8((0, 0), (0, 0), dtype, fp8) if q is None else _InFp8(q.tile, q.shape, dtype, fp8)
-
-    return Formulas(
-        prepare,
-        lambda operand, weight: kind(operand[1]).multiply(operand[0], weight, operand[1].values, operand[1].scales),
-        lambda gradient, weight: kind().of_input(gradient, weight),
-        lambda gradient, operand, weight: kind(operand[1]).of_weight(gradient, operand[1].values, operand[1].scales),
-    )
+    kind = GroupsInFp8(fp8, copies_of(weights, fp8))
+    rule = ProductRule(kind.multiply, kind.of_input, kind.of_weight, keeps_input=False)
+    return _by_rule(rule, weights, *fp8.rounded(rows).parts, *groups)
 
 
 def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -302,11 +267,8 @@ def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     return None
 
 
-_PLAIN = Formulas(
-    lambda x: x,
-    F.linear,
-    lambda gradient, weight: F.linear(gradient, weight.t()),
-    _of_weight,
+_PLAIN = ProductRule(
+    lambda x, weight, _: F.linear(x, weight), lambda gradient, _, weight: F.linear(gradient, weight.t()), _of_weight
 )
 
 
@@ -350,7 +312,9 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-    outputs = split_columns(split, _formulas(x, projections[0].fp8), x, weights)
+    fp8 = projections[0].fp8
+    rule = _PLAIN if fp8 is None else _rule(fp8)
+    outputs = split_columns(split, rule, lambda x: (x,) if fp8 is None else fp8.rounded(x).parts, x, weights)
     return tuple(out if each.bias is None else out + each.bias for out, each in zip(outputs, projections, strict=True))
 
 

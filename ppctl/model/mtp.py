@@ -68,7 +68,7 @@ class MultiTokenPrediction(nn.ModuleDict):
         super().__init__({"tok_embeddings": Embedding(model.vocab_size, model.hidden_size)})
         self.ids = list(ids)
         self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens
-        """What of token ids [b, s] this rank has, if several share sequences: they are read ahead before."""
+        """The part of token ids [b, s] that this rank has, if several share sequences: they are read ahead before."""
         self.update({id_: PredictionModule(model, kernels) for id_ in self.ids})
 
     def forward(

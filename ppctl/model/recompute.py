@@ -97,40 +97,30 @@ def _checkpointed(function: Function, switch: Switch) -> Function:
     def call(*inputs: Any) -> Any:
         if not (switch.on and torch.is_grad_enabled()):
             return function(*inputs)
-        with _Inputs(function, inputs).not_kept():
+        with _SecondCall(function, inputs, _hooks_around()).not_kept():
             return function(*inputs)
 
     return call
 
 
-class _KeptCall:
-    """A call of a function, of which the inputs alone are kept, through the hooks `around` it."""
+class _SecondCall:
+    """A call of a function of which the inputs alone are kept, through the hooks `around` it: what its operations save,
+    and its `outputs` if they are wanted, is made by a second call, when the backward first needs something.
 
-    def __init__(self, function: Function, inputs: Sequence[Any], around: _Hooks) -> None:
-        self._function, self._cast = function, _casting(inputs)
+    As torch's non-reentrant checkpoint, which imports its compiler for it (2.3 s a process) and wraps a hook anew for
+    every call. The graph is that of the first call, so that gradients add up in the same order. Unless outputs are
+    wanted, the second call is given up after the last tensor that the first one saved; each of these is free when its
+    operation's backward has used it.
+    """
+
+    def __init__(self, function: Function, inputs: Sequence[Any], around: _Hooks, *, outputs: bool = False) -> None:
+        self._function, self._cast, self._to_its_end = function, _casting(inputs), outputs
         self._inputs = [
             _Input(around.keep(each.detach()), each.requires_grad) if isinstance(each, Tensor) else each
             for each in inputs
         ]
-
-    def again(self, save: Callable[[Tensor], Any]) -> Any:
-        """Call the function a second time; its operations save what `save` returns."""
-        inputs = [each.anew() if isinstance(each, _Input) else each for each in self._inputs]
-        with self._cast, torch.enable_grad(), saved_tensors_hooks(save, _as_it_is):
-            return self._function(*inputs)
-
-
-class _Inputs(_KeptCall):
-    """The inputs of one call of a function, all that is kept of it; what its operations save is made a second time.
-
-    As torch's non-reentrant checkpoint, which imports its compiler for it (2.3 s a process) and wraps a hook anew for
-    every call: the second call is made when the backward first needs something, and given up after the last tensor
-    that the first one saved; each of these is free when its operation's backward has used it.
-    """
-
-    def __init__(self, function: Function, inputs: Sequence[Any]) -> None:
-        super().__init__(function, inputs, _hooks_around())
         self._saved: list[ref[_Saved]] = []
+        self._outputs: tuple[Tensor, ...] | None = None
 
     def not_kept(self) -> AbstractContextManager[object]:
         """Hooks for the first call: what its operations save is numbered and not kept."""
@@ -140,6 +130,13 @@ class _Inputs(_KeptCall):
         saved = _Saved(self)
         self._saved.append(ref(saved))
         return saved
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The results of the second call, without a graph."""
+        if self._outputs is None:
+            self.call_again()
+        assert self._outputs is not None  # they are wanted
+        return self._outputs
 
     def call_again(self) -> None:
         """Make everything that the backward still asks for."""
@@ -151,15 +148,20 @@ class _Inputs(_KeptCall):
             if (saved := self._saved[count]()) is not None:
                 saved.tensor = tensor
             count += 1
-            if count == len(self._saved):
+            if count == len(self._saved) and not self._to_its_end:
                 raise _EnoughError
             return tensor
 
+        inputs = [each.anew() if isinstance(each, _Input) else each for each in self._inputs]
         try:
-            self.again(save)
+            with self._cast, torch.enable_grad(), saved_tensors_hooks(save, _as_it_is):
+                outputs = self._function(*inputs)
         except _EnoughError:
             return
-        raise AssertionError(f"a function saved {len(self._saved)} tensors, and {count} when it was called again")
+        if count < len(self._saved) or not self._to_its_end:
+            message = f"a function saved {len(self._saved)} tensors, and {count} when it was called again"
+            raise AssertionError(message)
+        self._outputs = tuple(tensor.detach() for tensor in _as_tuple(outputs))
 
 
 class _Saved:
@@ -168,7 +170,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "call", "tensor")
 
-    def __init__(self, call: _Inputs) -> None:
+    def __init__(self, call: _SecondCall) -> None:
         self.call = call
         self.tensor: Tensor | None = None
 
@@ -243,8 +245,9 @@ class _Outputs:
         def call(*inputs: Tensor) -> Any:
             if not torch.is_grad_enabled():
                 return function(*inputs)
-            again = _SecondCall(function, inputs, self._around)
-            outputs = again.first_time(inputs)
+            again = _SecondCall(function, inputs, self._around, outputs=True)
+            with again.not_kept():
+                outputs = function(*inputs)
             for index, tensor in enumerate(_as_tuple(outputs)):
                 self._placeholders[tensor.untyped_storage()._cdata] = (again, index, tensor)
             return outputs
@@ -295,40 +298,6 @@ def _unpack(packed: Any) -> Tensor:
     again, index, shape, stride, offset = packed
     output: Tensor = again.outputs()[index].as_strided(shape, stride, offset)
     return output
-
-
-class _SecondCall(_KeptCall):
-    """A function of which only the inputs are kept: it is called a second time when its results are first needed.
-
-    The graph is that of the first call, so that gradients add up in the same order; its operations save the numbers of
-    tensors, which the second call makes.
-    """
-
-    def __init__(self, function: Function, inputs: Sequence[Tensor], around: _Hooks) -> None:
-        super().__init__(function, inputs, around)
-        self._count = 0
-        self._outputs: tuple[Tensor, ...] | None = None
-        self._saved: list[Tensor] = []
-
-    def first_time(self, inputs: Sequence[Tensor]) -> Any:
-        """The function's outputs, with a graph that holds no activation."""
-        with saved_tensors_hooks(self._number, self.saved):
-            return self._function(*inputs)
-
-    def outputs(self) -> tuple[Tensor, ...]:
-        """The results of the second call, without a graph; what its operations saved is in `saved` then."""
-        if self._outputs is None:
-            outputs = self.again(lambda tensor: self._saved.append(tensor.detach()))
-            self._outputs = tuple(tensor.detach() for tensor in _as_tuple(outputs))
-        return self._outputs
-
-    def saved(self, number: int) -> Tensor:
-        self.outputs()
-        return self._saved[number]
-
-    def _number(self, tensor: Tensor) -> int:
-        self._count += 1
-        return self._count - 1
 
 
 def _casting(inputs: Sequence[Any]) -> AbstractContextManager[object]:

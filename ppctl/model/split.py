@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ppctl.weight_gradients.deferred import DeferredGradients, deferring
+from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, deferring
 
 Pending = Callable[[], Tensor]
 """The result of an exchange that was started; to call it waits, on a GPU without the host."""
+Prepare = Callable[[Tensor], tuple[Tensor, ...]]
+"""An activation -> the x and the others of a `ProductRule`, made once for all products with it."""
 
 
 class TensorSplit(Protocol):
@@ -47,21 +49,10 @@ class TensorSplit(Protocol):
         """The maximum over the ranks, in the memory of x."""
 
 
-class Formulas(NamedTuple):
-    """How a number format multiplies an activation [..., in] with a weight [out, in]."""
-
-    prepare: Callable[[Tensor], Any]
-    """activation -> operand, made once for all products with it."""
-    multiply: Callable[[Any, Tensor], Tensor]
-    """(operand, weight) -> [..., out]."""
-    of_input: Callable[[Tensor, Tensor], Tensor]
-    """(gradient [..., out], weight) -> gradient of the activation."""
-    of_weight: Callable[[Tensor, Any, Tensor], Tensor | None]
-    """(gradient, operand, weight) -> gradient of the weight; None if it is added to a sum elsewhere."""
-
-
-def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """x [b, tokens, in] times each of the weights [own out, in]: [b, s, own out] of all tokens.
+def columns(
+    split: TensorSplit, rule: ProductRule, prepare: Prepare, x: Tensor, weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """x [b, tokens, in] times each of the weights [own out, in] by `rule`: [b, s, own out] of all tokens.
 
     The backward gathers x again beside the products that need no x, and sums its gradient beside those that make the
     weights'. Gradients of weights that are deferred gather x once more, when they are made.
@@ -69,9 +60,9 @@ def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence
     later, *others = [deferring(weight) for weight in weights]
     assert all(other is later for other in others)  # a stage's `whole` names all weights of one call, or none
     if later is None:
-        whole: tuple[Tensor, ...] = exchange(_ColumnProducts, _ColumnsCall(split, formulas, None, ()), x, *weights)
+        whole: tuple[Tensor, ...] = exchange(_ColumnProducts, _ColumnsCall(split, rule, prepare, None, ()), x, *weights)
         return whole
-    call = _ColumnsCall(split, formulas, later, tuple(later.place(weight, cast=False) for weight in weights))
+    call = _ColumnsCall(split, rule, prepare, later, tuple(later.place(weight, cast=False) for weight in weights))
     x = x if x.requires_grad else x.detach().requires_grad_()
     outputs: tuple[Tensor, ...] = exchange(_ColumnProducts, call, x, *(weight.detach() for weight in weights))
     return outputs
@@ -100,7 +91,8 @@ def exchange(function: type[torch.autograd.Function], *inputs: Any) -> Any:
 
 class _ColumnsCall(NamedTuple):
     split: TensorSplit
-    formulas: Formulas
+    rule: ProductRule
+    prepare: Prepare
     deferred: DeferredGradients | None
     places: tuple[Tensor, ...]
     """The weights that are deferred, which are no part of the graph."""
@@ -111,51 +103,49 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(ctx: Any, call: _ColumnsCall, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.save_for_backward(x, *weights)
-        operand = call.formulas.prepare(call.split.start_gather(x)())
-        return tuple(call.formulas.multiply(operand, weight) for weight in weights)
+        whole, *kept = call.prepare(call.split.start_gather(x)())
+        return tuple(call.rule.multiply(whole, weight, None, *kept) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (split, formulas, deferred, places), (x, *weights) = ctx.call, ctx.saved_tensors
+        (split, rule, prepare, deferred, places), (x, *weights) = ctx.call, ctx.saved_tensors
         now = any(ctx.needs_input_grad[2:])
         coming = split.start_gather(x) if now else None
-        of_x = formulas.of_input(gradients[0], weights[0])
+        of_x = rule.of_input(gradients[0], None, weights[0])
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            of_x.add_(formulas.of_input(gradient, weight))
+            of_x.add_(rule.of_input(gradient, None, weight))
         summing = split.start_sum(of_x)
         del of_x
         of_weights: list[Tensor | None] = [None] * len(weights)
         if coming is not None:
-            operand = formulas.prepare(coming())
+            whole, *kept = prepare(coming())
             del coming
-            of_weights = [formulas.of_weight(g, operand, w) for g, w in zip(gradients, weights, strict=True)]
+            of_weights = [rule.of_factor(g, whole, w, *kept) for g, w in zip(gradients, weights, strict=True)]
         if deferred is not None:
-            again = _GatheredAgain(split, formulas, len(places))
+            again = _GatheredAgain(split, prepare, len(places))
             for gradient, place in zip(gradients, places, strict=True):
-                deferred.put(place, place, partial(_of_weight, gradient, x, place, again=again))
+                deferred.put(place, place, partial(_of_weight, gradient, x, place, rule=rule, again=again))
         return None, summing(), *of_weights
 
 
 class _GatheredAgain:
-    """The operand of several products, gathered when the first gradient is made and freed after the last one."""
+    """The operands of several products, gathered when the first gradient is made and freed after the last one."""
 
-    def __init__(self, split: TensorSplit, formulas: Formulas, uses: int) -> None:
-        self.split, self.formulas, self.uses = split, formulas, uses
-        self.operand: Any = None
+    def __init__(self, split: TensorSplit, prepare: Prepare, uses: int) -> None:
+        self.split, self.prepare, self.uses = split, prepare, uses
+        self.operands: tuple[Tensor, ...] | None = None
 
-    def of(self, x: Tensor) -> Any:
-        """The operand that x, the own tokens, becomes; for one more use."""
-        if self.operand is None:
-            self.operand = self.formulas.prepare(self.split.start_gather(x)())
+    def of(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The operands that x, the own tokens, becomes; for one more use."""
+        operands = self.operands or self.prepare(self.split.start_gather(x)())
         self.uses -= 1
-        operand = self.operand
-        if not self.uses:
-            self.operand = None
-        return operand
+        self.operands = operands if self.uses else None
+        return operands
 
 
-def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, again: _GatheredAgain) -> Tensor | None:
-    return again.formulas.of_weight(gradient, again.of(x), weight)
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, rule: ProductRule, again: _GatheredAgain) -> Tensor | None:
+    whole, *kept = again.of(x)
+    return rule.of_factor(gradient, whole, weight, *kept)
 
 
 class _Enter(torch.autograd.Function):

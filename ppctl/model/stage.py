@@ -13,7 +13,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, cp_comm_type, holds_final_norm
 from ppctl.geometry.rows import ONLY, WHOLE, Parameter, Parts, Place
-from ppctl.model.core_attention import Attend, SelfAttention
+from ppctl.model.attention import Attend, SelfAttention
 from ppctl.model.dropout import Draws, Dropout, name_key
 from ppctl.model.feed_forward import ExchangeRows, Experts, FeedForward, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize

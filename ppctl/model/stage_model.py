@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ppctl.geometry.canonical_names import expert_name
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter, Place
-from ppctl.model.core_attention import Attend
+from ppctl.model.attention import Attend
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.router import Router, SumOverTokens

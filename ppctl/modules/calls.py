@@ -179,13 +179,12 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
             number = program.stage
             if program.around_backward is not None:  # what is not summed now would be added to the step's gradients
                 program = replace(program, around_backward=stages.sync[number].at_once)
-            is_last = number == schedule.placement.num_stages - 1
-            one = partial(dry_pass, program, run.pp_rank, device=device, is_last=is_last)
+            one = partial(dry_pass, program, schedule, run.pp_rank, device=device)
             splits = [(number, mb) in schedule.split for mb in range(schedule.num_microbatches)]
             with stages.evaluating():  # first: a backward lets sharded weights go that a forward has gathered
                 one(0, training=False)
             for mb in representatives(splits):
-                kept[number] = one(mb, split=splits[mb])
+                kept[number] = one(mb)
     if on_gpu:
         torch.cuda.synchronize(device)
         if schedule.capacities:

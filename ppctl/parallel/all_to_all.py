@@ -21,23 +21,14 @@ Rows = Sequence[int] | None
 """How many rows go to each rank of a group, or come from it; None: equally many."""
 
 
-def all_to_all(rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None) -> Tensor:
-    """The rows that all ranks send to this one, in their order; `rows` [n, ...] are sorted by their receivers."""
-    return all_to_all_together(group, sends, receives, rows)[0]
-
-
-def all_to_all_together(
+def all_to_all(
     group: dist.ProcessGroup, sends: Rows, receives: Rows, *tensors: Tensor, small: bool = False
 ) -> tuple[Tensor, ...]:
-    """`all_to_all` of several tensors with as many rows, all under way at once. While what is `small` is under way the
-    other half of a pair does not compute."""
+    """The rows that all ranks send to this one, in their order; those of each tensor [n, ...] are sorted by their
+    receivers. All tensors have as many rows and are under way at once. While what is `small` is under way the other
+    half of a pair does not compute."""
     arrived: tuple[Tensor, ...] = _AllToAll.apply(group, sends, receives, small, *tensors)  # type: ignore[no-untyped-call]  # torch's own
     return arrived
-
-
-def exchange(rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None) -> Tensor:
-    """`all_to_all` without gradients."""
-    return _exchanged(group, sends, receives, [rows])[0]
 
 
 def start_exchange(
@@ -49,10 +40,10 @@ def start_exchange(
     return work
 
 
-def _exchanged(
-    group: dist.ProcessGroup, sends: Rows, receives: Rows, tensors: Sequence[Tensor], *, small: bool = False
+def exchange(
+    group: dist.ProcessGroup, sends: Rows, receives: Rows, *tensors: Tensor, small: bool = False
 ) -> tuple[Tensor, ...]:
-    """Exchange rows of several tensors divided alike. Unless `small`, a paired action may run until they arrive."""
+    """`all_to_all` without gradients."""
     sent = [each.contiguous() for each in tensors]
     count = len(sent[0]) if receives is None else sum(receives)
     arrived = tuple(each.new_empty(count, *each.shape[1:]) for each in sent)
@@ -70,9 +61,9 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, group: dist.ProcessGroup, sends: Rows, receives: Rows, small: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sends, ctx.receives, ctx.small = group, sends, receives, small
-        return _exchanged(group, sends, receives, tensors, small=small)
+        return exchange(group, sends, receives, *tensors, small=small)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        back = _exchanged(ctx.group, ctx.receives, ctx.sends, gradients, small=ctx.small)
+        back = exchange(ctx.group, ctx.receives, ctx.sends, *gradients, small=ctx.small)
         return None, None, None, None, *back

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ppctl.comm.groups import send_round
+from ppctl.comm.turns import hand_over
 from ppctl.parallel.all_to_all import all_to_all
-from ppctl.parallel.context_gradients import Gradients, GradientSums, Hop, RingGradients, ScatteredGradients
 from ppctl.parallel.exchange_counts import starting
-from ppctl.parallel.shard import all_gather
+from ppctl.parallel.shard import all_gather, reduce_scatter
 from ppctl.sequence_halves import (
     Halves,
     Lengths,
@@ -71,7 +72,7 @@ class HasLengths(Protocol):
 
 
 class Drops(Protocol):
-    """Which probabilities are dropped, by positions: `model/dropped_attention.py`'s DroppedBlocks."""
+    """Which probabilities are dropped, by positions: `model/dropped_attention.py`'s Dropped."""
 
     def of_heads(self, rank: int, heads: int) -> Drops:
         """The draws for heads [rank * heads, (rank + 1) * heads) of these heads."""
@@ -96,6 +97,23 @@ class BlockGroup(NamedTuple):
     """For a kernel that takes several documents in one call: all documents of the one block."""
     halves: Halves | None = None
     """The rank whose halves `keys_values` are; None if they are of whole sequences."""
+
+
+Gradients = list[tuple[VisibleBlock, Tensor, Tensor]]
+"""Of a part, by block: the gradients of the keys and of the values that it used. Whoever adds them empties the list."""
+
+
+def _start_hop(sent: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Send a tensor to the next rank of the group; returns what waits for the tensor of the rank before."""
+    starting(group)
+    works, arriving = send_round(sent, group)
+
+    def arrived(_: Tensor = sent) -> Tensor:  # held until then, whatever the backend holds
+        for work in works:
+            work.wait()
+        return arriving
+
+    return arrived
 
 
 class _Blockwise:
@@ -126,7 +144,9 @@ class _Blockwise:
         """All that this rank's queries see, its own keys first. Each part's exchange starts before the part ahead."""
         raise NotImplementedError
 
-    def sums(self, k: Tensor, v: Tensor) -> GradientSums:
+    def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
+        """The gradients of the rank's own keys and values, of all ranks, in the memory of `own` (zeros); `parts` are
+        those of each of `parts`, in order."""
         raise NotImplementedError
 
     def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None, *, apart: bool) -> BlockGroup:
@@ -165,16 +185,27 @@ class RingAttention(_Blockwise):
         part = self._own(keys_values, lengths, drops, apart=False)
         del keys_values  # drop this reference: the memory must be freed as soon as the hop has ended
         for number in range(1, size):
-            hop = Hop.start(part.keys_values, self.group)
+            hop = _start_hop(part.keys_values, self.group)
             yield part
             source = (rank - number) % size
-            part = BlockGroup(ring_blocks(rows, halves, source), hop.wait(), halves=replace(halves, rank=source))
+            part = BlockGroup(ring_blocks(rows, halves, source), hop(), halves=replace(halves, rank=source))
             del hop
         yield part
 
-    def sums(self, k: Tensor, v: Tensor) -> GradientSums:
-        """For the backward over the same parts."""
-        return RingGradients(k, v, self.group)
+    def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
+        """Gradients follow the keys and values that they are of, one hop behind, and get every rank's share on the
+        way."""
+        hop = None
+        _add(own, next(parts))
+        for part in parts:
+            sums = torch.zeros_like(own) if hop is None else hop()
+            hop = None
+            _add(sums, part)
+            hop = _start_hop(sums, self.group)
+        if hop is not None:
+            hand_over()
+            own += hop()
+        return own
 
 
 class GatherAttention(_Blockwise):
@@ -192,9 +223,21 @@ class GatherAttention(_Blockwise):
         del keys_values, work  # from here on only whoever computes the part holds what it sees
         yield BlockGroup(blocks, to_whole(gathered.pop(), 2))
 
-    def sums(self, k: Tensor, v: Tensor) -> GradientSums:
-        """For the backward over the same parts."""
-        return ScatteredGradients(k, v, self.group)
+    def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
+        """The gradients of all ranks' keys and values at once, by a reduce_scatter."""
+        b, groups, s, width = own.shape
+        _add(own, next(parts))
+        for part in parts:
+            whole = own.new_zeros(b, groups, s * self.group.size(), width)
+            _add(whole, part)
+            sent, scattered = to_ranks(whole, self.group.size(), 2), torch.empty_like(own)
+            del whole
+            starting(self.group)
+            work = reduce_scatter(scattered.view(-1), sent.view(-1), group=self.group, async_op=True)
+            hand_over()
+            work.wait()
+            own += scattered
+        return own
 
 
 class HeadExchange:
@@ -219,14 +262,14 @@ class HeadExchange:
         if repeats > 1:
             k, v = (heads.repeat_interleave(repeats, 1) for heads in (k, v))
         shares = [heads.unflatten(1, (size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for heads in (q, k, v)]
-        whole = to_whole(all_to_all(torch.cat(shares, -1), self.group), 1)
+        whole = to_whole(all_to_all(self.group, None, None, torch.cat(shares, -1))[0], 1)
         del shares
         parts = whole.split([heads.shape[1] // size * heads.shape[-1] for heads in (q, k, v)], -1)
         del q, k, v
         q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in zip(parts, widths, strict=True))
         drops = None if drops is None else drops.of_heads(self.group.rank(), q.shape[1])
         mixed = self.attend(q, k, v, documents, scale, drops).transpose(1, 2).flatten(2)
-        back = all_to_all(to_ranks(mixed, size, 1), self.group)  # [heads' rank, b, own tokens, its heads' values]
+        (back,) = all_to_all(self.group, None, None, to_ranks(mixed, size, 1))  # [heads' rank, b, own tokens, values]
         out: Tensor = back.permute(1, 2, 0, 3).flatten(2).unflatten(-1, (-1, widths[2])).transpose(1, 2)
         return out
 
@@ -288,25 +331,39 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sums = ctx.saved_tensors
-        way, of_queries = ctx.way, torch.zeros_like(q, dtype=log_sums.dtype)
-        sums = way.sums(k, v)
-        for part in way.parts(torch.cat((k, v), -1), ctx.lengths, ctx.drops):
-            keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
-            of_blocks: list[Gradients] = []
-            kernel = way.kernels(q, part, ctx.drops)
-            for block in part.blocks:
-                asking = (block.rows, slice(None), block.queries)
-                seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
-                asked = (q[asking], *seen, ctx.scale, block.causal, part.documents)
-                of_q, of_k, of_v = kernel(block).backward(gradient[asking], asked, out[asking], log_sums[asking])
-                of_queries[asking] += of_q
-                of_blocks.append((block, of_k, of_v))
-                del seen, asked, of_q, of_k, of_v
-            del part, keys, values, kernel
-            sums.add(of_blocks)
-        of_keys, of_values = sums.total().split((k.shape[-1], v.shape[-1]), -1)
+        # Looked at once: each look unpacks what recomputation or offloading have packed.
+        saved = q, k, v, _, log_sums = ctx.saved_tensors
+        of_queries, widths = torch.zeros_like(q, dtype=log_sums.dtype), (k.shape[-1], v.shape[-1])
+        own = k.new_zeros(*k.shape[:-1], sum(widths))
+        of_keys, of_values = ctx.way.summed(own, _gradients(ctx, saved, gradient, of_queries)).split(widths, -1)
         return of_queries.to(q.dtype), of_keys, of_values, None, None, None, None
+
+
+def _gradients(ctx: Any, saved: Sequence[Tensor], gradient: Tensor, of_queries: Tensor) -> Iterator[Gradients]:
+    """For each part what its blocks give to their keys and values; what they give to queries is added."""
+    q, k, v, out, log_sums = saved
+    for part in ctx.way.parts(torch.cat((k, v), -1), ctx.lengths, ctx.drops):
+        keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
+        of_blocks: Gradients = []
+        kernel = ctx.way.kernels(q, part, ctx.drops)
+        for block in part.blocks:
+            asking = (block.rows, slice(None), block.queries)
+            seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
+            asked = (q[asking], *seen, ctx.scale, block.causal, part.documents)
+            of_q, of_k, of_v = kernel(block).backward(gradient[asking], asked, out[asking], log_sums[asking])
+            of_queries[asking] += of_q
+            of_blocks.append((block, of_k, of_v))
+            del seen, asked, of_q, of_k, of_v
+        del part, keys, values, kernel
+        yield of_blocks
+
+
+def _add(sums: Tensor, gradients: Gradients) -> None:
+    while gradients:
+        block, of_keys, of_values = gradients.pop()
+        of_both = sums[block.rows, :, block.keys]
+        of_both[..., : of_keys.shape[-1]] += of_keys
+        of_both[..., of_keys.shape[-1] :] += of_values
 
 
 def _merge(merged: Tensor, log_sums: Tensor, out: Tensor, log_sum: Tensor, *, first: bool) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.expert_reach import expert_runs
-from ppctl.parallel.all_to_all import all_to_all, all_to_all_together, exchange, start_exchange
+from ppctl.parallel.all_to_all import all_to_all, exchange, start_exchange
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather
 from ppctl.tensors.row_copies import RowCopies, copied, inverse_of, reorder, set_places, summed, sums
@@ -104,7 +104,7 @@ class ExpertExchange:
         going, weighed = rows
         rows.clear()  # no gradient needs what was sent, nor what came before it is sorted
         if group is not None:
-            going, weighed = all_to_all_together(group, sends, receives, going, weighed)
+            going, weighed = all_to_all(group, sends, receives, going, weighed)
         if self.etp_group is not None:
             going, weighed = (_share(each, shared, self.etp_group, _gather_rows) for each in (going, weighed))
         etp, places, own, nodes = arriving.shape
@@ -121,7 +121,7 @@ class ExpertExchange:
         done = reorder(experts(by_expert, weights, arriving.sum((0, 1, 3))), back, order)
         if self.etp_group is not None:
             done = _share(done, shared, self.etp_group, _scatter_rows)
-        return done if group is None else all_to_all(done, group, receives, sends)
+        return done if group is None else all_to_all(group, receives, sends, done)[0]
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
         """Numbers of rows, on the host: the one place of a layer where the host waits for the device, since buffers and
@@ -130,7 +130,7 @@ class ExpertExchange:
         return [list(islice(every, len(each))) for each in numbers]
 
     def _of_all(self, arriving: Tensor) -> Tensor:
-        """What arrives at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
+        """The rows that arrive at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
         return arriving[None] if self.etp_group is None else _gathered(arriving, self.etp_group)
 
 
@@ -160,13 +160,13 @@ class _Share(torch.autograd.Function):
 def _gather_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
     """Gathers rows with an all_to_all, because a gather needs equally many rows on every rank."""
     own = [len(rows)] * len(shared)
-    return exchange(rows.repeat(len(shared), 1), group, own, shared)
+    return exchange(group, own, shared, rows.repeat(len(shared), 1))[0]
 
 
 def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
     """Summed in order of the ranks, in the dtype of the rows."""
     own = shared[group.rank()]
-    parts = exchange(rows, group, shared, [own] * len(shared))
+    (parts,) = exchange(group, shared, [own] * len(shared), rows)
     total, *others = parts.split(own) if own else [parts]
     for part in others:
         total.add_(part)
@@ -212,12 +212,12 @@ class NodeCopies(NamedTuple):
 
     def down(self, rows: Tensor) -> Tensor:
         """The copies here of what all nodes sent, of this rank's rows [t, h]."""
-        arrived = exchange(rows.index_select(0, self.there), self.group, *self.hop[:2])
+        (arrived,) = exchange(self.group, self.hop[0], self.hop[1], rows.index_select(0, self.there))
         return arrived.index_select(0, self.rows)
 
     def up(self, copies: Tensor) -> Tensor:
         """The sums of this rank's rows [t, h], of the copies that are here."""
-        back = exchange(sums(copies, self.places, self.starts), self.group, *self.hop[2:])
+        (back,) = exchange(self.group, self.hop[2], self.hop[3], sums(copies, self.places, self.starts))
         return sums(back, self.back_places, self.back_starts)
 
 
@@ -237,7 +237,7 @@ def across_nodes(
     inside = torch.where((inside >= 0) & (inside < experts), inside, experts).to(torch.int32)
     chosen = inside.new_empty(sum(receives), topk)
     under_way = start_exchange(chosen, inside, group, sends, receives)
-    (weighed,) = all_to_all_together(group, sends, receives, weights.index_select(0, there), small=True)
+    (weighed,) = all_to_all(group, sends, receives, weights.index_select(0, there), small=True)
     under_way.wait()
     by_expert = chosen.flatten().argsort(stable=True)
     order = by_expert[:copies]  # after these are experts of other nodes

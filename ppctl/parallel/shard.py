@@ -8,8 +8,7 @@ padding. Every rank of the group makes the same calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,25 +19,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class ScatteredSums(NamedTuple):
-    """Sums that are being computed."""
-
-    work: dist.Work | None
-    flat: Tensor
-    """What is summed, [n, all widths]; it is held until the sums are there, whatever the backend holds."""
-    own: Tensor
-    """Where this rank's parts arrive."""
-    row: int | None
-    """The row of `flat` that they are, if it becomes the sum itself."""
-    widths: list[int]
-
-    def wait(self) -> list[Tensor]:
-        """This rank's part of each sum."""
-        if self.work is not None:
-            self.work.wait()
-        if self.row is not None:
-            self.own.copy_(self.flat[self.row])
-        return list(self.own.split(self.widths))
+Sums = Callable[[], list[Tensor]]
+"""Waits for sums that are being computed; returns for each tensor, flat, the sum of what this rank has of it."""
+Wholes = Callable[[Iterable[Tensor]], None]
+"""Waits for whole tensors that are on their way, and fills these with them, one after the other."""
 
 
 def width(tensor: Tensor, size: int) -> int:
@@ -65,43 +49,40 @@ def scatter_sums(
     group: dist.ProcessGroup,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-) -> ScatteredSums:
+) -> Sums:
     """Start summing tensors of one dtype over the group; of each, a rank's part has as many elements as `widths` says.
     Tensors are asked for one by one, and may be freed or overwritten once the next one is."""
     flat = torch.empty(group.size(), sum(widths), dtype=dtype, device=device)
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
         _cut(tensor, rows)
-    own = flat.new_empty(flat.shape[1])
-    if flat.device.type == "cpu":  # gloo would sum all of it in any case, in a copy of its own
+    own, on_cpu = flat.new_empty(flat.shape[1]), flat.device.type == "cpu"
+    if on_cpu:  # gloo would sum all of it in any case, in a copy of its own
         work = dist.all_reduce(flat, group=group, async_op=True)
-        return ScatteredSums(work, flat, own, group.rank(), list(widths))
-    work = reduce_scatter(own, flat.view(-1), group=group, async_op=True)
-    return ScatteredSums(work, flat, own, None, list(widths))
+    else:
+        work = reduce_scatter(own, flat.view(-1), group=group, async_op=True)
+
+    def summed(_: Tensor = flat) -> list[Tensor]:  # held until then, whatever the backend holds
+        _wait([work])
+        if on_cpu:
+            own.copy_(flat[group.rank()])
+        return list(own.split(list(widths)))
+
+    return summed
 
 
-class GatheredWholes(NamedTuple):
-    """Whole tensors that are being gathered."""
-
-    work: dist.Work | None
-    own: Tensor
-    """What this rank sends; it is held until the wholes are there, whatever the backend holds."""
-    flat: Tensor
-    widths: list[int]
-
-    def into(self, wholes: Iterable[Tensor]) -> None:
-        """Fill the whole tensors, one after the other."""
-        if self.work is not None:
-            self.work.wait()
-        for whole, rows in zip(wholes, self.flat.split(self.widths, dim=1), strict=True):
-            whole.copy_(rows.reshape(-1)[: whole.numel()].view_as(whole))
-
-
-def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> GatheredWholes:
+def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Wholes:
     """Start making tensors whole from the parts that the ranks hold, rounded to `dtype` before they travel."""
     own = torch.cat([part.to(dtype) for part in parts])
     flat = own.new_empty(group.size(), own.numel())
     work = all_gather(flat.view(-1), own, group=group, async_op=True)
-    return GatheredWholes(work, own, flat, [part.numel() for part in parts])
+    widths = [part.numel() for part in parts]
+
+    def fill(wholes: Iterable[Tensor], _: Tensor = own) -> None:
+        _wait([work])
+        for whole, rows in zip(wholes, flat.split(widths, dim=1), strict=True):
+            whole.copy_(rows.reshape(-1)[: whole.numel()].view_as(whole))
+
+    return fill
 
 
 def _cut(tensor: Tensor, rows: Tensor) -> None:
@@ -118,29 +99,13 @@ Runs = Mapping[int, range]
 """Rank of the group -> the elements of a tensor, read flat, that it owns; a rank that owns none is not there."""
 
 
-class ReducedSums(NamedTuple):
-    """Sums that are being computed."""
-
-    works: list[dist.Work | None]
-    flats: dict[int, Tensor]
-    """By owner, what is summed; it is held until the sums are there, whatever the backend holds."""
-    own: Tensor
-    """Where this rank's sums arrive."""
-    widths: list[int]
-
-    def wait(self) -> list[Tensor]:
-        """Waits for the sums; returns for each tensor the sum of the run that this rank owns, flat."""
-        _wait(self.works)
-        return list(self.own.split(self.widths))
-
-
 def reduce_sums(
     tensors: Iterable[Tensor],
     runs: Sequence[Runs],
     group: dist.ProcessGroup,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-) -> ReducedSums:
+) -> Sums:
     """Start summing tensors of one dtype over the group, each run on the rank that owns it. They are asked for one by
     one, and may be freed or overwritten as soon as the next one is."""
     flats = _flats(runs, dtype, device)
@@ -152,30 +117,18 @@ def reduce_sums(
             taken[rank] += len(run)
     works = [dist.reduce(flats[rank], dist.get_global_rank(group, rank), group=group, async_op=True) for rank in flats]
     own = flats.get(group.rank(), torch.empty(0, dtype=dtype, device=device))
-    return ReducedSums(works, flats, own, [len(owned.get(group.rank(), ())) for owned in runs])
+    widths = [len(owned.get(group.rank(), ())) for owned in runs]
 
+    def summed(_: dict[int, Tensor] = flats) -> list[Tensor]:
+        _wait(works)
+        return list(own.split(widths))
 
-class OwnedWholes(NamedTuple):
-    """Whole tensors that are being sent by their owners."""
-
-    works: list[dist.Work | None]
-    flats: dict[int, Tensor]
-    runs: Sequence[Runs]
-
-    def into(self, wholes: Iterable[Tensor]) -> None:
-        """Fill the whole tensors, one after the other."""
-        _wait(self.works)
-        taken = dict.fromkeys(self.flats, 0)
-        for whole, owned in zip(wholes, self.runs, strict=True):
-            flat = whole.view(-1)
-            for rank, run in owned.items():
-                flat[run.start : run.stop] = self.flats[rank][taken[rank] : taken[rank] + len(run)]
-                taken[rank] += len(run)
+    return summed
 
 
 def start_sending(
     parts: Sequence[Tensor], runs: Sequence[Runs], dtype: torch.dtype, group: dist.ProcessGroup
-) -> OwnedWholes:
+) -> Wholes:
     """Start making tensors whole from what their owners hold, rounded to `dtype` before it travels."""
     flats = _flats(runs, dtype, parts[0].device)
     if group.rank() in flats:
@@ -183,7 +136,17 @@ def start_sending(
     works = [
         dist.broadcast(flats[rank], dist.get_global_rank(group, rank), group=group, async_op=True) for rank in flats
     ]
-    return OwnedWholes(works, flats, runs)
+
+    def fill(wholes: Iterable[Tensor]) -> None:
+        _wait(works)
+        taken = dict.fromkeys(flats, 0)
+        for whole, owned in zip(wholes, runs, strict=True):
+            flat = whole.view(-1)
+            for rank, run in owned.items():
+                flat[run.start : run.stop] = flats[rank][taken[rank] : taken[rank] + len(run)]
+                taken[rank] += len(run)
+
+    return fill
 
 
 def own_run(runs: Runs, group: dist.ProcessGroup) -> range:

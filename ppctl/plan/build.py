@@ -189,7 +189,7 @@ def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
 
 def fits(config: RunConfig, provenance: Mapping[str, str], overrides: Overrides) -> bool:
     """Whether nothing would be wrong with `config` if `overrides` stood at the end of the command line."""
-    return not _judged(ConfigValues(config, provenance).overridden(overrides))
+    return not judged(ConfigValues(config, provenance).overridden(overrides))
 
 
 def _judge(values: ConfigValues) -> Judge:
@@ -197,11 +197,11 @@ def _judge(values: ConfigValues) -> Judge:
     def known() -> set[Rule]:
         return {violation.rule for violation in _checked(values)}
 
-    return lambda other: [violation for violation in _judged(other) if violation.rule not in known()]
+    return lambda other: [violation for violation in judged(other) if violation.rule not in known()]
 
 
-def _judged(values: ConfigValues) -> Violations:
-    """Violations in values and sizes or, if these are sound, in memory."""
+def judged(values: ConfigValues) -> Violations:
+    """What is wrong with values and sizes or, if these are sound, with the memory that they need."""
     # A search takes seconds, and if the even split fits, it finds a layout that fits.
     violations: Violations = []
     derivation = derive(values, violations, search=False)

@@ -33,7 +33,7 @@ from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.stages import moved_by_muon, precision_of, sharding_of, summed_copies, updating_bytes, while_summed
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
-from ppctl.schedule.action import Action, Schedule, receive_slots, send_slots
+from ppctl.schedule.action import Action, B, I, Schedule, receive_slots, send_slots
 from ppctl.schedule.batching import shorter
 from ppctl.topology import ParallelSizes
 
@@ -115,6 +115,10 @@ def rank_pricer(
         kind: stage_activations(config.model, stage.layers, setting, stage.stage) for kind, stage in by_kind.items()
     }
     alive = [priced_kinds[_kind(config, stage)] for stage in stages]
+    for at, stage in enumerate(stages if config.train.replay else ()):  # gradients twice, and the forward again
+        once, count = alive[at], trained_count(config.model, stage.layers)
+        more = state_bytes(count, sizes, precision_of(config), "none").gradients
+        alive[at] = once._replace(in_backward=max(once.in_backward, once.in_forward - once.kept) + more)
     received = [message_bytes(stage.receives) for stage in stages]
     kept, in_forward, in_backward, offloaded = ([each[i] for each in alive] for i in range(4))
     held = _StageBytes(kept, in_forward, in_backward, offloaded, received)
@@ -207,7 +211,7 @@ def _ranks(
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> _LastingBytes:
-    """What a pp_rank with the stages `own` holds during the whole step, and at its end, whatever the schedule."""
+    """The bytes of a pp_rank with the stages `own` during the whole step, and at its end, whatever the schedule."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers, sizes) for stage in own)
@@ -236,7 +240,9 @@ def halves_of(
     model, of_inputs = config.model, setting._replace(deferred=True)
     later = [stage_operands(model, stage.layers, setting, stage.stage) for stage in stages]
     inputs = [stage_activations(model, stage.layers, of_inputs, stage.stage).in_backward for stage in stages]
-    return ends_of([each.kept for each in alive], [each.in_backward for each in alive], inputs, later)
+    ends = ends_of([each.kept for each in alive], [each.in_backward for each in alive], inputs, later)
+    most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]  # none is left to W
+    return ends._replace(needs={**ends.needs, I: most})
 
 
 def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:

@@ -66,9 +66,14 @@ class Plan:
     problems: tuple[Problem, ...] = ()
 
     @property
+    def peak_bytes(self) -> int:
+        """Bytes of the rank that holds most."""
+        return max(cost.peak_bytes for cost in self.pp_ranks)
+
+    @property
     def tight(self) -> bool:
         """Whether all ranks fit, but one rank has less than 5 % of its memory free."""
-        return self.limit is not None and self.limit.is_tight(max(cost.peak_bytes for cost in self.pp_ranks))
+        return self.limit is not None and self.limit.is_tight(self.peak_bytes)
 
     @property
     def routed(self) -> bool:

@@ -73,7 +73,7 @@ def choose_file(
 def _disagreements(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None
 ) -> Iterator[Violation]:
-    """What the config and a file's schedule say differently: pp, stages or microbatches. A wrong pp hides the rest."""
+    """Differences between the config and a file's schedule: pp, stages or microbatches. A wrong pp hides the rest."""
     path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
     if rows != values["pp"]:
         message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
+from ppctl.config.quantities import activations
 from ppctl.plan.memory import Held
 from ppctl.plan.memory_limit import LIMIT, device_limit
 from ppctl.plan.plan import Plan
@@ -45,6 +46,7 @@ _QUICK = 2
 """How many orders the first of these limits follows from: one microbatch after another, and what a rule makes then."""
 
 _NEVER = float("inf")
+_GIB = 2**30
 
 
 class Way(NamedTuple):
@@ -69,17 +71,16 @@ def check_memory(
     if values[MEMORY] is None:
         return
     pp, kept = values["pp"], [cost.activation_bytes for cost in costs]
-    least = min(
-        max(least_limits(placement, kept)) / (unit_of_memory(kept, pp, num_microbatches) or 1.0)
-        for placement in placements(pp, len(costs) // pp)
-    )
-    if values[MEMORY] >= least:
+    limit, unit = values[MEMORY], unit_of_memory(kept, pp, num_microbatches) or 1.0
+    least = min(max(least_limits(placement, kept)) for placement in placements(pp, len(costs) // pp))
+    if activations(limit, unit) >= least:
         return
-    enough = ceil(100 * least) / 100
+    of_1f1b = f"{least / unit:.3g} of what 1F1B keeps on its first rank"
     message = (
-        f"{MEMORY}={values[MEMORY]:g}: one microbatch on the stages of a rank takes {least:.3g} of what 1F1B keeps on "
-        "its first rank, and no schedule needs less"
+        f"{MEMORY}={limit}: one microbatch on the stages of a rank takes {least / _GIB:.3g} GiB, {of_1f1b}, and no "
+        "schedule needs less"
     )
+    enough = f"{ceil(100 * least / _GIB) / 100}GiB" if isinstance(limit, str) else ceil(100 * least / unit) / 100
     place = values.cite(MEMORY, "pp", "vpp", "layout")
     violations.append(Violation(LESS_THAN_ANY, MEMORY, message, place, {MEMORY: enough}, {MEMORY: None}))
 
@@ -195,7 +196,7 @@ class _PlacementSearch:
             return None
         names = [number for number, each in enumerate(candidates) if each.name != AUTO]
         rival = self._fastest(candidates, least, names, _NEVER)
-        equation = _equation(best, rival, results, bound, _within(self.values, self.device is not None))
+        equation = _equation(best, rival, results, bound, self._within())
         choice = Choice(best.schedule.name, (Derived("schedule", best.schedule.name, equation),), best.schedule)
         return choice, best.seconds
 
@@ -213,12 +214,22 @@ class _PlacementSearch:
             limits = [min(limit, held + left - _MARGIN * limit) for limit, held, left in spent]
         return results
 
+    def _within(self) -> str:
+        """The limits of the search in words: what was typed, and the same in the other unit."""
+        asked, parts = self.values[MEMORY], [] if self.device is None else [LIMIT]
+        if asked is not None:
+            unit = unit_of_memory(self.task.sizes, self.task.placement.pp, self.task.num_microbatches)
+            size = activations(asked, unit)
+            same = f"{size / unit:.3g} of what 1F1B keeps" if isinstance(asked, str) else f"{size / _GIB:.3g} GiB"
+            parts.insert(0, f"{MEMORY}={asked} ({same})")
+        return " and ".join(parts) or "the activations that 1F1B keeps on its first rank"
+
     def _limits(self) -> list[float]:
         """Bytes of activations that each rank may hold: what is asked for, else what its device leaves for them."""
         task, asked = self.task, self.values[MEMORY]
         if asked is not None or self.device is None:
             unit = unit_of_memory(task.sizes, task.placement.pp, task.num_microbatches)
-            return [(1.0 if asked is None else asked) * unit] * task.placement.pp
+            return [activations(1.0 if asked is None else asked, unit)] * task.placement.pp
         order = one_by_one(task.placement, min(task.num_microbatches, 2))
         for _ in range(_QUICK):
             room = self._room(self._proof(order).schedule)
@@ -268,13 +279,6 @@ class _PlacementSearch:
 def _seconds(way: Way, proof: ProvedSchedule) -> float:
     trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(way.costs, way.stages))
     return step_time(trace)
-
-
-def _within(values: ConfigValues, on_device: bool) -> str:
-    asked = values[MEMORY]
-    parts = [f"{MEMORY}={asked:g}"] if asked is not None else []
-    parts += [LIMIT] if on_device else []
-    return " and ".join(parts) or "the activations that 1F1B keeps on its first rank"
 
 
 def _equation(best: _Timed, rival: _Timed | None, results: Sequence[FoundSchedule], bound: float, within: str) -> str:

@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_backward_flops, stage_flops
-from ppctl.cost.owned_matrices import Orthogonalised, iteration_bytes, orthogonalised
-from ppctl.cost.parameter_counts import largest_matrices, replicated_parameters, stage_count, trained_count
+from ppctl.cost.parameter_counts import (
+    Orthogonalised,
+    iteration_bytes,
+    largest_matrices,
+    orthogonalised,
+    replicated_parameters,
+    stage_count,
+    trained_count,
+)
 from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.cost.state import ADAMW_ALONE, PRECISIONS, Ends, Precision, State, passing
 from ppctl.cost.step_traffic import copied_for_sums

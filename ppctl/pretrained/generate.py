@@ -49,10 +49,11 @@ def _generate(args: Namespace) -> None:
 def _prompt(args: Namespace, tokenizer: Tokenizer, model: WholeModel) -> Prompt:
     """The prompt. Raises DataError as `make_prompt` and `open_template`, and PP-E560 beyond the model's positions."""
     try:
-        template = open_template(args.tokenizer, args.template) if args.chat or args.template else None
+        chat = args.chat or args.template is not None or args.system is not None
+        template = open_template(args.tokenizer, args.template) if chat else None
     except DataError as error:
         raise DataError(replace(each, remedy="--template FILE.jinja") for each in error.problems) from None
-    prompt = make_prompt(args.prompt, tokenizer, model.words, template)
+    prompt = make_prompt(args.prompt, tokenizer, model.words, template, args.system)
     if model.longest is not None and len(prompt.tokens) >= model.longest:
         message = f"the prompt has {len(prompt.tokens)} tokens, and the model {model.longest} positions"
         raise DataError(Problem("PP-E560", message, "ppctl explain PP-E560"))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.run_state import lineage
 from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart
 from ppctl.config.schema import ModelConfig
@@ -32,11 +33,14 @@ from ppctl.families.directory import (
 )
 from ppctl.families.family_table import Family
 from ppctl.families.safetensors import read_directory
-from ppctl.geometry.adapters import is_adapter
+from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
 from ppctl.pretrained.safetensors_values import SHARD, DirectoryReader, write_shards
 from ppctl.runs.checkpoint_folder import STATE
+
+if TYPE_CHECKING:
+    from ppctl.foreign.stored import StoredWeights
 
 GENERATION = "generation_config.json"
 _BESIDE = (
@@ -52,40 +56,42 @@ def import_directory(
     """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
     `described` is the model if its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525 if
     `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538)."""
-    opened = _described(source, described) if described is not None else open_weights(source, mtp=mtp)
-    model, model_type, specs, read = opened
+    if described is not None and not has_weights(source):
+        message = f"{source} has a {CONFIG} and no weights: a run draws them by its seed"
+        raise CheckpointError(Problem("PP-E538", message, f"ppctl train {pasted(f'model.from={source}')}", str(source)))
+    model, model_type, names, reader = open_weights(source, mtp=mtp, model=described)
+    specs = {name: reader.spec(name) for name in names}
     state: dict[str, Any] = {"model": asdict(model), "source": str(source.absolute())}
     if (source / TOKENIZER).is_file():
         state["tokenizer_path"] = tokenizer_path(str(source))
-    return write_weights(out, specs, read, state, progress, family=model_type, quantised=quantised_note(source))
+    note = quantised_note(source)
+    return write_weights(out, specs, reader.tensor, state, progress, family=model_type, quantised=note)
 
 
-_Weights = tuple[ModelConfig, str, Mapping[str, Tensor], Callable[[str], Tensor]]
-"""A directory's model, its model_type, shapes and dtypes by canonical name (on meta), and what reads a tensor."""
+class OpenedWeights(NamedTuple):
+    """The weights in a directory, by canonical name."""
+
+    model: ModelConfig
+    model_type: str
+    names: Collection[str]
+    reader: DirectoryReader | StoredWeights
 
 
-def open_weights(source: Path, *, mtp: bool) -> _Weights:
-    """The weights of a directory whose model is of a known family. Raises as `import_directory`."""
-    directory = open_directory(source, mtp=mtp)
-    reader = DirectoryReader(directory)
-    reader.check_copies()
-    specs = {name: reader.spec(name) for name in directory.names}
-    return directory.model, directory.family.model_type, specs, reader.tensor
-
-
-def _described(source: Path, model: ModelConfig) -> _Weights:
+def open_weights(source: Path, *, mtp: bool = True, model: ModelConfig | None = None) -> OpenedWeights:
+    """The weights of `model` (None: of config.json's, of a known family) in a directory. Raises ConfigError and
+    CheckpointError as `import_directory`."""
+    foreign = None if model is None else foreign_of(model)
+    if model is None or foreign is None:
+        directory = open_directory(source, model=model, mtp=mtp)
+        reader = DirectoryReader(directory)
+        reader.check_copies()
+        return OpenedWeights(directory.model, directory.family.model_type, directory.names, reader)
     from ppctl.foreign.library import config_from  # transformers, which other models do without
     from ppctl.foreign.stored import StoredWeights
 
-    if not has_weights(source):
-        message = f"{source} has a {CONFIG} and no weights: a run draws them by its seed"
-        raise CheckpointError(Problem("PP-E538", message, f"ppctl train {pasted(f'model.from={source}')}", str(source)))
-    foreign = foreign_of(model)
-    assert foreign is not None  # `model` was described because its code is transformers'
     shapes = {name: shape for name, shape in model_tensors(model).items() if not is_adapter(name)}
-    weights = StoredWeights(source, config_from(foreign.config), shapes)
-    specs = {name: weights.spec(name) for name in shapes}
-    return model, json.loads(foreign.config)["model_type"], specs, weights.tensor
+    stored = StoredWeights(source, config_from(foreign.config), shapes)
+    return OpenedWeights(model, json.loads(foreign.config)["model_type"], shapes, stored)
 
 
 def export_checkpoint(
@@ -108,8 +114,9 @@ def export_checkpoint(
         model_type = config["model_type"]
     order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(weights.model).items()]
     parts = [
-        TensorPart.of_whole(name, weights.shapes[of], str(weights.dtypes[of]).removeprefix("torch."))
+        TensorPart(name, shape, str(weights.dtypes[of]).removeprefix("torch."), Box.whole(shape))
         for of, name in order
+        for shape in [weights.shapes[of]]
     ]
 
     def tensors() -> Iterator[Tensor]:
@@ -131,8 +138,9 @@ def export_checkpoint(
 def _export_adapters(
     weights: SavedWeights, out: Path, adapters: Adapters, anatomy: Anatomy, progress: Progress
 ) -> Done:
-    """Write the adapters alone, as a directory that `peft.PeftModel.from_pretrained` loads beside the base."""
-    names, tensors = [name for name in weights.shapes if is_adapter(name)], {}
+    """Write the adapters and what was trained whole, as a directory that `peft.PeftModel.from_pretrained` loads beside
+    the base."""
+    names, tensors = [n for n in weights.shapes if is_adapter(n) or trained_whole(n, adapters)], {}
     for done, name in enumerate(names, 1):
         progress(name, done, len(names))
         tensors[f"base_model.model.{name}"] = weights.tensor(name)
@@ -145,7 +153,8 @@ def _export_adapters(
         "target_modules": list(adapters.targets),
         "layers_to_transform": list(adapters.layers) or None,
         "layers_pattern": anatomy.layers.rpartition(".")[2] if adapters.layers else None,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapters.dropout,
+        "modules_to_save": list(adapters.modules_to_save) or None,
         "bias": "none",
         "inference_mode": True,
         "base_model_name_or_path": None if base is None else str(Path(base).expanduser().absolute()),

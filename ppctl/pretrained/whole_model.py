@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +45,8 @@ def open_model(source: Path, device: torch.device, dtype: torch.dtype | None, pr
         model, first = saved.model, next(iter(saved.dtypes.values()))
         read: Callable[[str], Tensor] = saved.tensor
     elif read_config_file(source).get("model_type") in known_families():
-        model, _, specs, read = open_weights(source, mtp=False)
-        model, first = replace(model, mtp_num_layers=None), next(iter(specs.values())).dtype
+        model, _, names, reader = open_weights(source, mtp=False)
+        read, first = reader.tensor, reader.spec(next(iter(names))).dtype
     else:
         from ppctl.foreign.library import read_whole_model  # transformers, which other models do without
 

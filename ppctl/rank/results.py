@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ppctl.comm.channels import PeerLost
 from ppctl.comm.groups import gather_values
+from ppctl.config.metadata import LARGEST
 from ppctl.engine.engine_error import EngineError
 from ppctl.errors import PpctlError, TrainingError
 from ppctl.host.private_files import NODE_DIRECTORY
@@ -44,16 +45,17 @@ from ppctl.train.session import Session
 
 class MetricsLog(Callback):
     """Adds records to metrics.jsonl. The first one, and no sooner, replaces the records that an earlier start has left
-    of its step and later ones: until then the checkpoint may turn out not to fit."""
+    of its step and later ones: until then the checkpoint may turn out not to fit. So does one that follows a later
+    step, after the run has gone back."""
 
     def __init__(self, run: RunDir) -> None:
-        self._run, self._begun = run, False
+        self._run, self._last = run, LARGEST
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         """Add a record to metrics.jsonl."""
-        if not self._begun:
+        if record["step"] <= self._last:
             self._run.drop_metrics_from(record["step"])
-        self._begun = True
+        self._last = record["step"]
         self._run.add_metrics(record)
 
 
@@ -78,11 +80,15 @@ def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
     yield Screen(shared.config.train.steps)
 
 
-def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
-    """Show and record how long each phase of the start took, and with which kernels, just before the first step."""
+def write_start_up(run: RunDir, phases: Phases, kernels: Kernels, replay: str) -> None:
+    """Show and record how long each phase of the start took, with which kernels, and what is computed twice, just
+    before the first step."""
     phases.seconds = {"compose": round(float(run.environment().get("compose_s", 0.0)), 3)} | phases.seconds
-    print(f"{phases.line()}\n{kernels.line()}", flush=True)
-    run.write_environment(run.environment() | {"kernels": kernels.names()})
+    print(f"{phases.line()}\n{kernels.line()}{f'{chr(10)}replay: {replay}' if replay else ''}", flush=True)
+    environment = run.environment() | {"kernels": kernels.names(), "replay": replay or None}
+    for life in environment.get("starts", [])[-1:]:
+        life["start_up"] = phases.seconds
+    run.write_environment(environment)
     run.write_status(str(run.status()["state"]), step=0, start_up=phases.seconds)
 
 

@@ -73,6 +73,7 @@ from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train
 from ppctl.train.own_callbacks import OwnCallback, load_callbacks
 from ppctl.train.recordings import KeptGradients, StepTraces, TorchProfile
+from ppctl.train.replay import ReplayCheck
 from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.saving import Saves
 from ppctl.train.session import Session, build_session
@@ -294,8 +295,9 @@ class _RankProcess:
             if publisher is not None:
                 publisher.publish()  # else the start is on show until the next publication, beside steps
             if self.leads:
-                write_start_up(run, self.phases, session.model.kernels)
+                write_start_up(run, self.phases, session.model.kernels, replay.coverage())
 
+        replay = ReplayCheck(session)
         writers: list[Callback] = [*metrics_writers(self.shared, self.at_end)] if self.leads else []
         saves = Saves(session, run.checkpoints, writer=writer, note=clock.note_save)
         callbacks = Callbacks(
@@ -304,6 +306,7 @@ class _RankProcess:
             TorchProfile(session, run.path),
             KeptGradients(session, run.gradients),
             ReplicaCheck(session),
+            replay,
             StepTraces(session, lambda measured: run.write_measured_step(measured.step, measured.to_json())),
             *self.followers,
             *writers,

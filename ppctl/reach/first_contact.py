@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import DirectEnd, Pending, Transport, VariableEnd
-from ppctl.comm.connections import other_end
+from ppctl.comm.channels import DirectEnd, Transport, VariableEnd
+from ppctl.comm.connections import first_message, other_end
 from ppctl.comm.groups import send_round
 from ppctl.errors import Problem
 from ppctl.reach.hosts import DeadEdge, reason_of
@@ -68,10 +68,10 @@ def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: 
     for end in sorted(ends, key=lambda end: (_turn(end.channel, len(ranks)), end.channel)):
         name, between = f"channel {end.channel}", (ranks[end.channel.source], ranks[end.channel.target])
         if isinstance(end, VariableEnd):
-            contacts.append(Contact(name, between, partial(_message, end.headers, end.header_device, rank)))
-            contacts.append(Contact(name, between, partial(_message, end.body, device, rank)))
+            contacts.append(Contact(name, between, partial(first_message, end.headers, rank, end.header_device)))
+            contacts.append(Contact(name, between, partial(first_message, end.body, rank, device)))
         else:
-            contacts.append(Contact(name, between, partial(_message, end, device, rank)))
+            contacts.append(Contact(name, between, partial(first_message, end, rank, device)))
     return contacts
 
 
@@ -93,7 +93,7 @@ def group_contacts(
         for edge in sorted((edge for edge in edges if rank in edge[:2]), key=lambda edge: _turn(edge, size)):
             end = DirectEnd(edge, gloo, other_end(edge, rank), _TAG)
             between = (ranks[edge.source], ranks[edge.target])
-            contacts.append(Contact(f"edge of group {name}", between, partial(_message, end, _CPU, rank)))
+            contacts.append(Contact(f"edge of group {name}", between, partial(first_message, end, rank, _CPU)))
     devices = [_CPU] * (gloo is not None) + [device] * (gloo is None or device != _CPU)
     contacts += [Contact(f"group {name} ({on.type})", ranks, partial(_all_reduce, group, on)) for on in devices]
     ways = {"round": _round, "all to all": _all_to_all}
@@ -120,14 +120,6 @@ def _turn(edge: Channel, size: int) -> tuple[int, int]:
     """
     index = edge.source if edge.target == (edge.source + 1) % size else edge.target
     return (2 if size % 2 and index == size - 1 else index % 2), index
-
-
-def _message(end: DirectEnd, device: torch.device, rank: int) -> None:
-    number = (torch.zeros(1, device=device),)
-    works: Sequence[Pending] = end.start_send(number) if end.channel.source == rank else end.receive_into(number)
-    for work in works:
-        work.wait()
-    _synchronize(device)
 
 
 def _all_reduce(group: ProcessGroup, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from ppctl.records.json_reader import Count, Line, read
 from ppctl.records.rank_records import RankFailure, RankState
@@ -55,6 +55,7 @@ class Start(TypedDict):
     step: Count
     nodes: list[Line]
     why: Line
+    start_up: NotRequired[dict[Line, float]]
 
 
 class Environment(TypedDict, total=False):

@@ -6,6 +6,7 @@ Standard library only: launcher and ranks use it; no other module knows these na
     latest          text: the name of the checkpoint to continue from; replaced by rename
     step-30.tmp/    being written or being deleted, or left half-done by a crash: never read
     step-20.old/    moved aside while a new step-20 takes its place; read only if a crash left no step-20
+    passed.json     the run's steps back: what it has given up, and samples that it passes by (decision 99)
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ppctl.errors import CheckpointError, Problem, pasted
-from ppctl.host.files import open_regular, read_whole
+from ppctl.host.files import open_regular, read_json, read_whole, write_atomically
+from ppctl.records.json_reader import Count
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
 """The file of a checkpoint that is written last and deleted first: without it, the checkpoint is not complete."""
 STATE = "state.json"
+PASSED = "passed.json"
 
 AUTO = "auto"
 """The value of `checkpoint.resume` with which a start goes on from the newest checkpoint that is not damaged."""
@@ -46,6 +50,16 @@ class FoundCheckpoint:
     path: Path
     warning: str = ""
     """The fault of `latest`, and which checkpoint is used instead; empty if `latest` names this one."""
+
+
+class StepBack(NamedTuple):
+    """The run went from the bad step `bad` back to the state after `step`, and reads the samples at positions `first`
+    to `end - 1` of its data no more."""
+
+    bad: Count
+    step: Count
+    first: Count
+    end: Count
 
 
 # Names
@@ -79,16 +93,19 @@ def find(directory: Path) -> FoundCheckpoint | None:
     """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
 
     The checkpoint that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning.
+    One that the run has given up (`steps_back`) is chosen only if there is no other.
     If no checkpoint is complete, the newest incomplete one: loading it fails, so that no run starts again at step 0
     beside its checkpoints. Raises CheckpointError (PP-E505) if the directory cannot be read.
     """
     with _os_errors_as_problems(directory):
         named, fault = _named_by_latest(directory)
         # Twice: a run that saves at this moment may be between two renames.
-        path = None if named is None else _at(named) or _at(named)
-        if path is not None:
+        path, back = None if named is None else _at(named) or _at(named), steps_back(directory)
+        if path is not None and not _given_up(path, back):
             return FoundCheckpoint(path)
-        there = kept(directory)
+        if path is not None:
+            fault = f"the run has gone back to step {back[-1].step} and given up {path.name}"
+        there = [each for each in kept(directory) if not _given_up(each, back)] or kept(directory)
         if not there:
             return None
         newest = max(there, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
@@ -108,7 +125,10 @@ def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
     if first is None:
         return []
     with _os_errors_as_problems(directory):
-        earlier = [path for path in complete(directory) if step_of(path) < step_of(first.path)]
+        back = steps_back(directory)
+        earlier = [
+            path for path in complete(directory) if step_of(path) < step_of(first.path) and not _given_up(path, back)
+        ]
     return [first, *map(FoundCheckpoint, reversed(earlier))]
 
 
@@ -148,6 +168,25 @@ def is_complete(path: Path) -> bool:
         return stat.S_ISREG((path / MANIFEST).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
         return False
+
+
+def steps_back(directory: Path) -> list[StepBack]:
+    """The steps back of the run that saves in `directory`, in their order. Raises CheckpointError (PP-E505) if they
+    cannot be read."""
+    path = directory / PASSED
+    with _os_errors_as_problems(path):
+        try:
+            return read_json(path, list[StepBack])
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except ValueError as error:
+            raise OSError(0, f"it is damaged: {error}", str(path)) from None
+
+
+def _given_up(checkpoint: Path, back: Iterable[StepBack]) -> bool:
+    """Whether the run has trained on samples that it now passes by when it saved this: a state that it has left."""
+    position = _entry(checkpoint, "consumed_samples") if back else None
+    return isinstance(position, int) and any(each.first < position < each.end for each in back)
 
 
 def _at(path: Path) -> Path | None:
@@ -247,6 +286,12 @@ def publish(directory: Path, step: int) -> Path:
     return path
 
 
+def add_step_back(directory: Path, back: StepBack) -> None:
+    """Note a step back, in one rename: from it on every start reads the state that the run has gone back to."""
+    write_atomically(directory / PASSED, json.dumps([*steps_back(directory), back]) + "\n")
+    sync(directory)
+
+
 def retain(directory: Path, step: int, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
     """Delete what `expired` names. What cannot be deleted now is tried again at the next save."""
     for path in expired(directory, step, keep, keep_every, keep_best):
@@ -270,9 +315,14 @@ def best(checkpoints: Iterable[Path]) -> list[Path]:
 
 def eval_loss(checkpoint: Path) -> float | None:
     """The loss of the evaluation before a checkpoint was saved; None if there was none, or it cannot be read."""
+    loss = _entry(checkpoint, "eval_loss")
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+
+
+def _entry(checkpoint: Path, name: str) -> Any:
+    """An entry of state.json; None without one, or if it cannot be read."""
     with suppress(OSError, ValueError, RecursionError, AttributeError):
-        loss = json.loads(read_whole(checkpoint / STATE, follow=False)).get("eval_loss")
-        return loss if isinstance(loss, float) and math.isfinite(loss) else None
+        return json.loads(read_whole(checkpoint / STATE, follow=False)).get(name)
     return None
 
 

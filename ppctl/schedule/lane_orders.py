@@ -40,9 +40,9 @@ class Task:
     num_microbatches: int
     costs: Costs
     sizes: Sequence[float]
-    """What one microbatch holds on each stage from its F to its I, in any unit."""
+    """The memory of one microbatch on each stage from its F to its I, in any unit."""
     limits: Sequence[float]
-    """What each pp_rank may hold of that at once."""
+    """The memory that each pp_rank may hold at once, in that unit."""
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
     deferred: Sequence[float] | None = None

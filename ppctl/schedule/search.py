@@ -96,7 +96,7 @@ class FoundSchedule:
     tried: int
     """Orders that were put on the clock, or given up while they were made."""
     held: tuple[float, ...]
-    """What every pp_rank holds at most, as the task counts."""
+    """The most that every pp_rank holds, as the task counts."""
 
     @property
     def best_named(self) -> Named | None:

@@ -37,7 +37,7 @@ class Costs:
     message: float = 0.0
     messages: Mapping[Channel, float] = field(default_factory=dict)
     exchanges: Sequence[tuple[float, float]] | None = None
-    """Of each stage's forward and input gradient, the seconds of exchanges, which the other half of a pair hides."""
+    """The seconds of exchanges in each stage's forward and input gradient, which the other half of a pair hides."""
     overlapped_link: float = 1.0
     """The share of their rate that exchanges reach beside computation."""
 

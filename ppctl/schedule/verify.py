@@ -67,7 +67,7 @@ def verify(schedule: Schedule, run: Execution | None = None, sound: Schedule | N
 
 
 def _wrong_lists(schedule: Schedule) -> Iterable[Problem]:
-    """What is wrong with the lists, but for deadlocks and pairs."""
+    """The faults of the lists, but for deadlocks and pairs."""
     wanted = _wanted(schedule)
     lanes = [_lanes_of(row, own, schedule.num_microbatches) for row, own in zip(schedule.actions, wanted, strict=True)]
     complete = [own for own in lanes if own is not None]

@@ -189,8 +189,8 @@ def _changed(asked: ConfigValues, words: Overrides) -> Change:
     plan = None if check(values.config, values.provenance) else plan_alone(values)
     if plan is None:
         return Change(words, None, 0, False)
-    peak = max(cost.peak_bytes for cost in plan.pp_ranks)
-    return Change(words, plan.step_time_s, peak, plan.limit is None or peak <= plan.limit.available_bytes)
+    fits = plan.limit is None or plan.peak_bytes <= plan.limit.available_bytes
+    return Change(words, plan.step_time_s, plan.peak_bytes, fits)
 
 
 def as_json(search: Search, listed: list[AnswerRow], lines: list[str]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _row_json(row: AnswerRow, line: str) -> dict[str, Any]:
         "tokens_per_s": plan.timing.tokens_per_s,
         "mfu": plan.timing.mfu,
         "bubble_fraction": plan.bubble_fraction,
-        "peak_bytes": row.planned.peak,
+        "peak_bytes": row.planned.plan.peak_bytes,
         "available_bytes": None if plan.limit is None else plan.limit.available_bytes,
         "layout": plan.layout,
         "limit": row.limit,

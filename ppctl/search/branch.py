@@ -49,11 +49,6 @@ class Planned(NamedTuple):
     """The least seconds that a step was known to take."""
 
     @property
-    def peak(self) -> int:
-        """Bytes of the rank that holds most."""
-        return max(cost.peak_bytes for cost in self.plan.pp_ranks)
-
-    @property
     def order(self) -> tuple[Any, ...]:
         """Its place among others: by seconds in four digits, more than they are worth, then by what is simpler."""
         of = self.configuration
@@ -63,7 +58,7 @@ class Planned(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether no rank holds more than its device has."""
-        return self.plan.limit is None or self.peak <= self.plan.limit.available_bytes
+        return self.plan.limit is None or self.plan.peak_bytes <= self.plan.limit.available_bytes
 
 
 @dataclass

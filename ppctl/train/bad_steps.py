@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ppctl.config.quantities import rollback_of
 from ppctl.config.schema import TrainConfig
 from ppctl.errors import Problem, TrainingError
 from ppctl.train.grad_norm import GradNorm
@@ -26,13 +27,18 @@ class NormLimit:
     """The largest norm of a good step, from the norms of the updates before it."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.skips, self.factor = train.on_bad_step == "skip", train.spike_factor
+        self.goes_on, self.factor = train.on_bad_step != "stop", train.spike_factor
+        self.back = rollback_of(train.on_bad_step)
+        """How many steps before a bad one the state lies at least from which the run goes on; 0 if it stays."""
+        self.goes_back = False
+        """Whether the last step makes the run go back."""
         self.norms: deque[float] = deque(maxlen=REMEMBERED)
         self.in_a_row = 0
         """Bad steps since the last update."""
 
     def value(self, dtype: torch.dtype) -> float:
-        """The limit for norms of `dtype`, in which a device compares: rounded to it, and finite."""
+        """The next step's limit, for norms of `dtype`, in which a device compares: rounded to it, and finite."""
+        self.goes_back = False
         most = torch.finfo(dtype).max
         spike = self.factor * median(self.norms) if self.factor and len(self.norms) >= NEEDED else most
         return float(np.asarray(min(spike, most), dtype=str(dtype).removeprefix("torch.")))
@@ -44,7 +50,7 @@ class NormLimit:
             self.norms.append(norm)
 
     def skip(self, step: int, norm: GradNorm, value: float, limit: float) -> Problem:
-        """The warning about a bad step that is left out. Raises TrainingError where the run has to stop."""
+        """The warning about a bad step whose update is left out. Raises TrainingError where the run has to stop."""
         self.in_a_row += 1
         named = (
             f"step {step}: the gradient norm {value:.4g} is above {limit:.4g}, train.spike_factor times the usual one"
@@ -53,8 +59,11 @@ class NormLimit:
             culprits = norm.culprits()  # for which the host waits
             places = [f"of {each.name} (pp_rank {each.pp_rank}, stage {each.stage})" for each in culprits]
             named = f"step {step}: the gradient norm {[*places, 'of all parameters together'][0]} is not finite"
-        if not self.skips or self.in_a_row > MOST_IN_A_ROW:
-            after = f"; {MOST_IN_A_ROW} steps before it were left out" if self.skips else ""
+        if self.back:
+            self.goes_back = True
+            return Problem("PP-E826", f"{named}: the run goes back at least {self.back:,} steps and passes them by")
+        if not self.goes_on or self.in_a_row > MOST_IN_A_ROW:
+            after = f"; {MOST_IN_A_ROW} steps before it were left out" if self.goes_on else ""
             remedy = "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint"
             raise TrainingError(Problem("PP-E733", f"{named}; no weight was changed{after}", remedy))
         return Problem("PP-E824", f"{named}: its update is left out, and its samples are not used again")
@@ -65,5 +74,6 @@ class NormLimit:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the norms and the count from a checkpoint's `state`; of earlier versions it is empty."""
+        self.norms.clear()
         self.norms.extend(state.get("usual", ()))
         self.in_a_row = state.get("in_a_row", 0)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ppctl.config.batch_sizes import Spans
 from ppctl.data.sampler import SAMPLE_ORDER
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Start(NamedTuple):
     consumed_samples: int = 0
     sample_order: int = SAMPLE_ORDER
     checkpoint: Path | None = None
+    passed: Spans = ()
 
 
 class TrainingRun(NamedTuple):
@@ -53,6 +55,10 @@ class StepResult:
     phases: tuple[float, float, float, float]
     """When it began, when the pipeline ended, when the ranks had agreed, and its end; on this rank's clock. On a GPU
     the update may be enqueued by the second, and be under way at the last."""
+    goes_back: bool = False
+    """Whether the step was bad and the run goes back behind it: it has no last step and no stop then."""
+    start: Start | None = None
+    """Where it goes on after that, from `post_update` on."""
 
 
 @dataclass(slots=True)

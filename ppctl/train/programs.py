@@ -16,6 +16,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.data.batches import StepBatch
 from ppctl.data.sampler import microbatches
 from ppctl.engine.stage import StageProgram
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Layer, routers_with_losses
 from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.linear import own_words
@@ -175,8 +176,9 @@ def auxiliary_weight(session: Session) -> float:
 
 def sample_keys(session: Session, step: int) -> Tensor | None:
     """[m, b] int64 on the device: of this rank's samples, by their places in the global batch; None without dropout."""
-    model, train = session.config.model, session.config.train
-    if not (model.hidden_dropout or model.attention_dropout):
+    model, train, foreign = session.config.model, session.config.train, foreign_of(session.config.model)
+    adapters = None if foreign is None else foreign.adapters
+    if not (model.hidden_dropout or model.attention_dropout or (adapters and adapters.dropout)):
         return None
     size, own = train.global_batch_size, session.own
     mine = microbatches(np.arange(size), train.micro_batch_size, own.dp_rank, session.plan.sizes.dp)

@@ -15,8 +15,8 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import offloaded_layers
 from ppctl.geometry.rows import Parameter, Parts
+from ppctl.model.attention import Attend, attend
 from ppctl.model.compile import compile_stage
-from ppctl.model.core_attention import Attend, attend
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import Capability, Kernels, choose_kernels

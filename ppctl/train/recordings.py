@@ -121,7 +121,7 @@ class KeptGradients(_WritesFiles):
         self._seen[key] = squares, bits
 
     def _handed(self) -> list[Handed]:
-        """What this rank has handed on in the step, in the order in which it did."""
+        """The messages that this rank has handed on in the step, in the order in which it did."""
         if not self._seen:
             return []
         own, dp = self.session.own, self.session.plan.sizes.dp

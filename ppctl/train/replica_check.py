@@ -123,8 +123,13 @@ def _part(session: Session, row: Parameter) -> int:
 def bit_sum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's numbers with their bits read as integers, modulo 2^64 (a scalar, int64, on its device). Any
     single other bit changes it; an exchange of two numbers does not."""
-    flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in flat.split(PIECE)]).sum()
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces_of_bits(tensor)]).sum()
+
+
+def pieces_of_bits(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor's numbers with their bits read as integers, in pieces [n]."""
+    pieces: Sequence[Tensor] = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).split(PIECE)
+    return pieces
 
 
 def _problem(step: int, different: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> Problem:

@@ -22,13 +22,16 @@ from ppctl.checkpoint.writer import WriterAddress
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.records.json_reader import finite
-from ppctl.runs.checkpoint_folder import FoundCheckpoint, find, step_of
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint, StepBack, find, step_of, steps_back
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
 from ppctl.train.snapshot import check_optimizer, continued, load_first, session_shards, start_from, start_of, state_of
 
 Candidates = Callable[[], list[FoundCheckpoint]]
 """Looks for checkpoints, the first to be tried first; called on rank 0."""
+MOST_TO_ONE = 5
+"""Steps back to one checkpoint."""
 SETTLE = 5.0
 """Seconds for which a rank that fails waits for a save under way: others learn of the failure as late."""
 
@@ -99,11 +102,20 @@ class Saves(Callback):
         collective over the world. Raises CheckpointError if all are damaged, or one does not fit the run."""
         from_disk = partial(load_first, self.session, candidates, self._say)
         start = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
-        if start is not None:
-            return start
-        if (model := self.session.config.model.from_) is not None:
+        if start is None and (model := self.session.config.model.from_) is not None:
             start_from(self.session, Path(model))
-        return Start()
+        return self._passing(start or Start())
+
+    def _passing(self, start: Start) -> Start:
+        """`start` with what its state, this run, and the directory of its checkpoint say that is passed by."""
+        places = {self._directory} | ({start.checkpoint.parent} if start.checkpoint else set())
+        noted = AgreeingRanks(None).agree(
+            "read which samples it passes by",
+            lambda: None,
+            lambda _: [(each.first, each.end) for place in places for each in steps_back(place)],
+            result=list[tuple[int, int]],
+        )
+        return start._replace(passed=tuple(sorted({*start.passed, *noted})))
 
     def _load_local(
         self, local: LocalCopies, candidates: Candidates, from_disk: Callable[[], Start | None]
@@ -153,8 +165,33 @@ class Saves(Callback):
         return SAVE_FAILED if self._background is not None and self._background.failed else 0
 
     def post_update(self, result: StepResult) -> None:
-        """Say which checkpoints have become complete; does not wait."""
+        """Say which checkpoints have become complete; does not wait. Behind a bad step, go back if the run does."""
         self._look()
+        if result.goes_back:
+            with _as_training_error():
+                result.start = self._go_back(result.step, result.record["consumed_samples"])
+            self._run = self._run._replace(start=result.start)
+
+    def _go_back(self, bad: int, position: int) -> Start:
+        """Load the newest checkpoint that is `train.on_bad_step` steps before the step `bad`, which ended at a position
+        in the data, and note what is passed by. A collective. Raises CheckpointError (PP-E736) without one.
+
+        If the machine dies before the note, nothing has happened; behind it every start reads what was loaded here.
+        """
+        self._run.enter("loading", bad - 1)
+        if self._background is not None:
+            self._background.finish()
+            self._look()
+        found = partial(_before, self._directory, bad, self.session.replica.limit.back)
+        start = load_first(self.session, found, self._say)
+        assert start is not None  # else `_before` has raised
+        back = StepBack(bad, start.step, start.consumed_samples, position)
+        # What lies in memory is newer than the note, which would not keep a start from it.
+        forget = (lambda: None) if self.local is None else self.local.forget
+        add = partial(checkpoint_folder.add_step_back, self._directory, back)
+        AgreeingRanks(None).agree("note which samples it passes by", forget, lambda _: add())
+        self._say(f"back to step {back.step}; samples {back.first:,} to {back.end - 1:,} are not read again")
+        return self._passing(start)
 
     def log_metrics(self, record: dict[str, Any]) -> None:
         """Add the figures of saves since the line before: `save_stall_s`, for how long training waited, and of the
@@ -169,14 +206,16 @@ class Saves(Callback):
         Raises TrainingError on all ranks if this save or the save before could not be written: earlier checkpoints are
         as they were.
         """
+        if result.goes_back:
+            return
         config, step, ends = self.session.config.checkpoint, result.step, result.last or bool(result.stop)
         on_disk, in_memory = (every > 0 and step % every == 0 for every in (config.interval, config.local_every))
         if not (on_disk or in_memory or ends):
             return
         self._run.enter("saving", step - 1)
-        began, order = time.perf_counter(), self._run.start.sample_order
+        began, start = time.perf_counter(), self._run.start
         shards = session_shards(self.session)
-        state = state_of(self.session, step, result.record["consumed_samples"], order)
+        state = state_of(self.session, step, result.record["consumed_samples"], start.sample_order, start.passed)
         state["eval_loss"] = finite(result.record.get("eval_loss"))
         with _as_training_error():
             if self._background is None:
@@ -234,6 +273,19 @@ def _as_training_error() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise TrainingError(error.problems) from error
+
+
+def _before(directory: Path, bad: int, least: int) -> list[FoundCheckpoint]:
+    """On rank 0: this run's checkpoints at least so many steps before the step `bad`, newest first. Raises
+    CheckpointError (PP-E736) if there is none."""
+    found = [each for each in checkpoint_folder.candidates(AUTO, directory) if step_of(each.path) <= bad - least]
+    why = f"no checkpoint is {least:,} steps before it"
+    if found:
+        before = sum(each.step == step_of(found[0].path) for each in steps_back(directory))
+        if before < MOST_TO_ONE:
+            return found
+        why = f"the run has gone back to {found[0].path.name} {before} times"
+    raise CheckpointError(Problem("PP-E736", f"step {bad} is bad, and {why}", "train.on_bad_step=skip", str(directory)))
 
 
 class _Choice(NamedTuple):

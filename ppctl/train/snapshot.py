@@ -18,15 +18,16 @@ from ppctl.checkpoint.reading import CheckpointReader, fill, load
 from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
+from ppctl.config.batch_sizes import Spans
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.data.tokenizer import tokenizer_path
 from ppctl.errors import CheckpointError, Problem, listed, pasted
-from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
+from ppctl.families.directory import CONFIG, has_weights, model_tensors
 from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.pretrained.safetensors_values import DirectoryReader
+from ppctl.pretrained.hugging_face import open_weights
 from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint
 from ppctl.train.callback import Start
 from ppctl.train.session import Session
@@ -105,12 +106,15 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
             start += one.size
 
 
-def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
+def state_of(
+    session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER, passed: Spans = ()
+) -> dict[str, Any]:
     """The state saved beside the tensors after `step` completed steps. `consumed_samples` and `sample_order` are the
-    position in the data, and the rule that says which samples come next."""
+    position in the data, and the rule that says which samples come next; spans of `passed` ahead are left out."""
     return {
         "step": step,
         "consumed_samples": consumed_samples,
+        "passed": [list(span) for span in passed if span[1] > consumed_samples],
         "sample_order": sample_order,
         "seed": session.config.train.seed,
         "seq_length": session.config.data.seq_length,
@@ -139,20 +143,12 @@ def start_from(session: Session, path: Path) -> None:
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
-        reader = CheckpointReader(path, read_manifest(path))
-        _check_weights(reader, session.config.model)
-        fill(reader, shards)
-    elif (foreign := foreign_of(session.config.model)) is None:
-        stored = DirectoryReader(open_directory(path, model=session.config.model))
-        stored.check_copies()
-        _fill_from_directory(stored.tensor, shards)
-    elif has_weights(path):
-        from ppctl.foreign.library import config_from  # transformers, which few runs need
-        from ppctl.foreign.stored import StoredWeights
-
-        shapes = {name: shape for name, shape in model_tensors(session.config.model).items() if not is_adapter(name)}
-        given = [shard for shard in shards if not is_adapter(shard.name)]
-        _fill_from_directory(StoredWeights(path, config_from(foreign.config), shapes).tensor, given)
+        saved = CheckpointReader(path, read_manifest(path))
+        _check_weights(saved, session.config.model)
+        fill(saved, shards)
+    elif foreign_of(session.config.model) is None or has_weights(path):
+        reader = open_weights(path, model=session.config.model).reader
+        _fill_from_directory(reader.tensor, [shard for shard in shards if not is_adapter(shard.name)])
     session.replica.weights.publish()
 
 
@@ -183,7 +179,8 @@ def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard])
 
 def start_of(state: Mapping[str, Any], path: Path | None) -> Start:
     """Where a run goes on with this state of its checkpoint at `path`."""
-    return Start(state["step"], state["consumed_samples"], state["sample_order"], path)
+    passed = tuple((first, end) for first, end in state.get("passed", ()))
+    return Start(state["step"], state["consumed_samples"], state["sample_order"], path, passed)
 
 
 def load_first(

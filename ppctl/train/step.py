@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class Trainer:
         self._updates += not bad
         ended = time.perf_counter()
         record = {"step": step + 1, "loss": reports.total("loss"), "grad_norm": grad_norm, "lr": lr}
-        if replica.limit.skips:
+        if replica.limit.goes_on:
             record["skipped"] = bad
         if replica.loss_scale is not None:
             record |= {"loss_scale": replica.loss_scale.scale, "skipped": bad}
@@ -122,13 +123,14 @@ class Trainer:
         self._warn_of_retries(reports, step + 1)
         if s.own.rank == 0 and (slow := self.stragglers.note(step + 1, reports.stage_seconds)) is not None:
             self._warn(slow)
-        last = step + 1 == self.whole.config.train.steps
-        return StepResult(step + 1, record, stop_reason(reports), last, (started, pipeline_end, agreed, ended))
+        back = replica.limit.goes_back
+        last, why = step + 1 == self.whole.config.train.steps and not back, None if back else stop_reason(reports)
+        return StepResult(step + 1, record, why, last, (started, pipeline_end, agreed, ended), back)
 
     def _judge(self, step: int, norm: GradNorm, value: float, limit: float, reports: Reports) -> bool:
         """Whether the step's update is left out, for a norm of `value`; raises TrainingError if the run has to stop."""
         replica, bad = self.session.replica, not value <= limit  # a norm that is no number is bad, too
-        check_reports(reports, step, self.session.plan.stages[-1].stage, finite=not (bad and replica.limit.skips))
+        check_reports(reports, step, self.session.plan.stages[-1].stage, finite=not (bad and replica.limit.goes_on))
         scale = replica.loss_scale
         if not bad:
             replica.limit.take(value)
@@ -180,15 +182,15 @@ class Trainer:
         s = self.session
         self._begin(step)
         for program in self.programs[0]:
-            schedule, is_last = s.plan.schedule, program.stage == len(s.plan.stages) - 1
-            trained, back = program.stage >= schedule.frozen_stages, schedule.gradient_leaves(program.stage)
+            schedule = s.plan.schedule
+            one = partial(dry_pass, program, schedule, s.own.pp_rank, device=s.device)
+            trained = program.stage >= schedule.frozen_stages
             units = [(program.stage, mb) for mb in range(s.plan.num_microbatches)] if trained else []
             for mb in representatives((u in self.stages.keeping, u in schedule.split) for u in units):
-                split = (program.stage, mb) in schedule.split
-                dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last, split=split, hands_back=back)
+                one(mb)
             module = s.model.stages[program.stage]
             module.train(False)
-            dry_pass(program, s.own.pp_rank, 0, s.device, is_last=is_last, training=False)
+            one(0, training=False)
             module.train()
             self._reduce(program.stage)
         s.replica.reducer.finish()

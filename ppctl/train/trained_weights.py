@@ -21,11 +21,9 @@ from torch import Tensor, nn
 
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import (
-    GatheredWholes,
-    OwnedWholes,
-    ReducedSums,
     Runs,
-    ScatteredSums,
+    Sums,
+    Wholes,
     own_run,
     part_of,
     reduce_sums,
@@ -115,7 +113,7 @@ class ShardedWeights(Weights):
         owned: Mapping[str, Runs],
     ) -> None:
         self.stages = {stage: list(names) for stage, names in stages.items()}
-        self._coming: dict[int, list[tuple[list[str], GatheredWholes | OwnedWholes]]] = {}
+        self._coming: dict[int, list[tuple[list[str], Wholes]]] = {}
         self._held: set[int] = set()
         self.model = dict(model)
         self.group_of = group_of
@@ -155,7 +153,7 @@ class ShardedWeights(Weights):
         self._held.add(stage)
         while coming:  # what was gathered is freed bucket by bucket
             names, bucket = coming.pop(0)
-            bucket.into(self._made(name) for name in names)
+            bucket(self._made(name) for name in names)
             del bucket
 
     def release(self, stage: int) -> None:
@@ -181,16 +179,14 @@ class ShardedWeights(Weights):
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
 
-    def start_gather(
-        self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype
-    ) -> GatheredWholes | OwnedWholes:
+    def start_gather(self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype) -> Wholes:
         """Start making tensors of one of `buckets` whole from the ranks' parts of them."""
         group = self.group_of(names[0])
         if names[0] in self.owned:
             return start_sending(parts, [self.owned[name] for name in names], dtype, group)
         return start_gather(parts, dtype, group)
 
-    def start_sums(self, names: Sequence[str], gradients: Iterable[Tensor]) -> ScatteredSums | ReducedSums:
+    def start_sums(self, names: Sequence[str], gradients: Iterable[Tensor]) -> Sums:
         """Start summing the gradients of one of `buckets`, which are asked for one by one, into the ranks' parts."""
         masters, group = [self.master[name] for name in names], self.group_of(names[0])
         device, dtype = masters[0].device, masters[0].dtype
@@ -252,7 +248,7 @@ class GradientScatter:
     def __init__(self, stages: Mapping[int, Iterable[str]], weights: ShardedWeights) -> None:
         self.stages = {stage: list(names) for stage, names in stages.items()}
         self.weights = weights
-        self._running: list[tuple[list[str], ScatteredSums | ReducedSums]] = []
+        self._running: list[tuple[list[str], Sums]] = []
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
@@ -271,6 +267,6 @@ class GradientScatter:
     def finish(self) -> None:
         """Wait for every sum started since the last call: the masters' gradients are there."""
         for names, sums in self._running:
-            for name, part in zip(names, sums.wait(), strict=True):
+            for name, part in zip(names, sums(), strict=True):
                 self.weights.master[name].grad = part
         self._running.clear()

@@ -191,8 +191,8 @@ _in_backward = False
 
 
 @contextmanager
-def collecting(gradients: DeferredGradients, *, backward: bool = False) -> Iterator[None]:
-    """Defer weight gradients into `gradients`: around an F and, as `backward`, around its I.
+def collecting(gradients: DeferredGradients | None, *, backward: bool = False) -> Iterator[None]:
+    """Defer weight gradients into `gradients`: around an F and, as `backward`, around its I. None defers none.
 
     Also around I, because recomputation runs parts of the forward there, and for `WeightGradStore`.
     """

@@ -151,35 +151,28 @@ class _Split(Function):
                 of_args[place] = None
         context.saved_tensors = ()
         # Tensors are the arguments of what W calls: whoever looks what is kept, or has changed, finds them there.
-        later = _Later(rule, context, len(saved))
+        later = partial(_weight_gradient, rule, context, len(saved), {})
         for index, (weight, place) in enumerate(zip(weights, places, strict=True)):
             deferred.put(weight, place, partial(later, *saved, *gradients, index=index))
         return *of_args, None, None
 
 
-class _Later:
-    """The W of one call of a function: the gradients of all its weights, made when the first is asked for."""
-
-    def __init__(self, rule: _Rule, context: _Context, saved: int) -> None:
-        self._rule, self._context, self._saved = rule, context, saved
-        self._made: dict[int, Tensor | None] = {}
-
-    def __call__(self, *tensors: Any, index: int) -> Tensor | None:
-        """The gradient of weight `index`; the first call computes the gradients of all weights, and later calls take
-        theirs."""
-        if index not in self._made:
-            rule, context = self._rule, self._context
-            context.saved_tensors = tensors[: self._saved]
-            context.needs_input_grad = tuple(i in rule.weights for i in range(len(context.needs_input_grad)))
-            with torch._C.DisableTorchFunction():
-                if rule.of_weights is not None:
-                    made = rule.of_weights(context, *tensors[self._saved :])
-                else:
-                    whole: Any = rule.function.backward(context, *tensors[self._saved :])
-                    made = [whole[place] for place in rule.weights]
-            self._made = dict(enumerate(made))
-            context.saved_tensors = ()
-        return self._made.pop(index)
+def _weight_gradient(
+    rule: _Rule, context: _Context, saved: int, made: dict[int, Tensor | None], *tensors: Any, index: int
+) -> Tensor | None:
+    """The gradient of weight `index` in the W of one call of a function; the first call computes the gradients of all
+    its weights into `made`, and later calls take theirs."""
+    if index not in made:
+        context.saved_tensors = tensors[:saved]
+        context.needs_input_grad = tuple(i in rule.weights for i in range(len(context.needs_input_grad)))
+        with torch._C.DisableTorchFunction():
+            if rule.of_weights is not None:
+                made.update(enumerate(rule.of_weights(context, *tensors[saved:])))
+            else:
+                whole: Any = rule.function.backward(context, *tensors[saved:])
+                made.update((number, whole[place]) for number, place in enumerate(rule.weights))
+        context.saved_tensors = ()
+    return made.pop(index)
 
 
 def _takes_context(function: Any) -> bool:

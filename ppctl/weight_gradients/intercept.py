@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients import products
-from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients, collecting, parameter_of
+from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients, ProductRule, collecting, parameter_of
 
 
 @contextmanager
@@ -104,42 +104,42 @@ def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _taken(gradients: DeferredGradients, x: Any, weight: Any, dims: Sequence[int]) -> bool:
+def _taken(gradients: DeferredGradients, x: Any, weight: Any, dims: int) -> bool:
     """Whether it is a product of floating point matrices with a weight that is deferred."""
     plain = type(x) in PLAIN and isinstance(weight, Tensor) and x.is_floating_point()
-    return plain and x.dim() >= 2 and weight.dim() in dims and gradients.takes(weight)
+    return plain and x.dim() >= 2 and weight.dim() == dims and gradients.takes(weight)
 
 
 def _linear(gradients: DeferredGradients, x: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    if not _taken(gradients, x, weight, (2,)):
+    if not _taken(gradients, x, weight, 2):
         return None
     return products.linear(
         gradients, gradients.elsewhere(x), weight, None if bias is None else gradients.elsewhere(bias)
     )
 
 
-def _matmul(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
-    if other or not _taken(gradients, x, weight, (2,)):
-        return None
-    return products.matmul(gradients, gradients.elsewhere(x), weight)
+def _of_two(rule: ProductRule, dims: int) -> Callable[..., Tensor | None]:
+    """The product of x and a weight of so many dims."""
+
+    def product(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
+        if other or not _taken(gradients, x, weight, dims):
+            return None
+        return products.product(gradients, rule, gradients.elsewhere(x), weight)
+
+    return product
 
 
 def _addmm(gradients: DeferredGradients, bias: Any, x: Any, weight: Any, **other: Any) -> Tensor | None:
-    if other or not (type(bias) not in PLAIN or bias.dim() < 2) or not _taken(gradients, x, weight, (2,)):
+    if other or not (type(bias) not in PLAIN or bias.dim() < 2) or not _taken(gradients, x, weight, 2):
         return None
-    return products.addmm(gradients, gradients.elsewhere(bias), gradients.elsewhere(x), weight)
-
-
-def _bmm(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
-    if other or not _taken(gradients, x, weight, (3,)):
-        return None
-    return products.bmm(gradients, gradients.elsewhere(x), weight)
+    bias = gradients.elsewhere(bias)
+    return products.product(gradients, products.ADDMM, gradients.elsewhere(x), weight, bias)
 
 
 def _grouped(gradients: DeferredGradients, x: Any, weight: Any, *, offs: Any = None, **other: Any) -> Tensor | None:
     other = {name: value for name, value in other.items() if value is not None}
     casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-    if other or offs is None or casts or x.dim() != 2 or not _taken(gradients, x, weight, (3,)):
+    if other or offs is None or casts or x.dim() != 2 or not _taken(gradients, x, weight, 3):
         return None
     return products.grouped_mm(gradients, gradients.elsewhere(x), weight, offs)
 
@@ -163,9 +163,9 @@ def _embedding(
 
 _PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.linear: _linear,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _of_two(products.MATMUL, 2)),
     torch.addmm: _addmm,
-    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _of_two(products.BMM, 3)),
     F.embedding: _embedding,
 }
 if hasattr(torch, "_grouped_mm"):  # what F.grouped_mm calls

@@ -21,26 +21,15 @@ def linear(gradients: DeferredGradients | AtOnce, x: Tensor, weight: Tensor, bia
     if total is not None:  # then nothing is cast
         rule = ProductRule(F.linear, _of_input, partial(add_gradient, total))
         return multiply(gradients, rule, weight, x, bias=bias)
+    return product(gradients, _LINEAR, x, weight, bias)
+
+
+def product(
+    gradients: DeferredGradients | AtOnce, rule: ProductRule, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`rule`'s product of x and `weight`, with all operands cast as autocast would cast them."""
     x, factor, bias = _cast(x, weight, bias)
-    return multiply(gradients, _LINEAR, weight, x, bias=bias, factor=factor)
-
-
-def matmul(gradients: DeferredGradients, x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight`: x [..., in], at least two dims, weight [in, out]."""
-    x, factor, _ = _cast(x, weight, None)
-    return multiply(gradients, _MATMUL, weight, x, factor=factor)
-
-
-def addmm(gradients: DeferredGradients, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`torch.addmm`: x [n, in], weight [in, out], bias [out] or [n, out]."""
-    x, factor, added = _cast(x, weight, bias)
-    return multiply(gradients, _ADDMM, weight, x, bias=added, factor=factor)
-
-
-def bmm(gradients: DeferredGradients, x: Tensor, weight: Tensor) -> Tensor:
-    """`torch.bmm`: x [e, n, in], weight [e, in, out]: [e, n, out]."""
-    x, factor, _ = _cast(x, weight, None)
-    return multiply(gradients, _BMM, weight, x, factor=factor)
+    return multiply(gradients, rule, weight, x, bias=bias, factor=factor)
 
 
 def grouped_mm(gradients: DeferredGradients, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -124,13 +113,16 @@ def _nothing(*_: Tensor) -> None:
 
 
 _LINEAR = ProductRule(F.linear, _of_input, _transposed_gradient)
-_MATMUL = ProductRule(lambda x, factor, _: torch.matmul(x, factor), _of_left, _matrix_gradient)
-_ADDMM = ProductRule(lambda x, factor, bias: torch.addmm(bias, x, factor), _of_left, _matrix_gradient)
-_BMM = ProductRule(
+MATMUL = ProductRule(lambda x, factor, _: torch.matmul(x, factor), _of_left, _matrix_gradient)
+"""x @ weight: x [..., in], at least two dims, weight [in, out]."""
+ADDMM = ProductRule(lambda x, factor, bias: torch.addmm(bias, x, factor), _of_left, _matrix_gradient)
+"""`torch.addmm`: x [n, in], weight [in, out], bias [out] or [n, out]."""
+BMM = ProductRule(
     lambda x, factor, _: torch.bmm(x, factor),
     lambda gradient, x, factor: gradient.bmm(factor.transpose(1, 2)),
     lambda gradient, x, factor: x.transpose(1, 2).bmm(gradient),
 )
+"""`torch.bmm`: x [e, n, in], weight [e, in, out]: [e, n, out]."""
 _GROUPED = ProductRule(
     lambda rows, factor, _, ends: F.grouped_mm(rows, factor, offs=ends),
     lambda gradient, rows, factor, ends: F.grouped_mm(gradient, factor.transpose(1, 2), offs=ends),

@@ -14,8 +14,8 @@ class WideSum(NamedTuple):
 
     total: Callable[[], Tensor | None]
     """The sum so far; None before the first gradient of a step."""
-    begin: Callable[[Tensor], None]
-    """Take a tensor as the sum."""
+    begin: Callable[[Tensor | None], None]
+    """Take a tensor as the sum; None: there is no gradient yet."""
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient: `wide`, which keeps what bfloat16 would round away."""

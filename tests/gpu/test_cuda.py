@@ -33,8 +33,8 @@ from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.engine.dry_pass import AllocatorFigures, reserve
 from ppctl.engine.recorder import make_recorder
 from ppctl.host.devices import nccl_shares_gpus
+from ppctl.model.attention import core_attention
 from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
-from ppctl.model.core_attention import core_attention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
 from ppctl.model.linear import (

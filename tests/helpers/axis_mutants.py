@@ -19,7 +19,7 @@ from ppctl.geometry.rows import tp_sums
 from ppctl.model import router
 from ppctl.parallel import context, dispatch, shard
 from ppctl.parallel.axis_groups import AxisGroups
-from ppctl.parallel.context_gradients import GradientSums, RingGradients, ScatteredGradients
+from ppctl.parallel.context import GatherAttention, RingAttention
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients
@@ -52,12 +52,12 @@ def _without_reduction(which: str) -> Iterator[None]:
 
 def _own_parts(
     tensors: Any, widths: Any, group: Any, device: Any = None, dtype: torch.dtype = torch.float32
-) -> shard.ScatteredSums:
+) -> shard.Sums:
     """What `scatter_sums` returns, of this rank's gradients alone."""
     flat = torch.empty(group.size(), sum(widths), dtype=dtype, device=device)
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
         shard._cut(tensor, rows)
-    return shard.ScatteredSums(None, flat, flat.new_empty(flat.shape[1]), group.rank(), list(widths))
+    return lambda: [each.clone() for each in flat[group.rank()].split(list(widths))]
 
 
 class _OwnTokens:
@@ -147,15 +147,16 @@ def _without_rows_in(function: str) -> Iterator[None]:
 
 
 @contextmanager
-def _without_gradients_of_others(kind: type[GradientSums]) -> Iterator[None]:
+def _without_gradients_of_others(kind: type[RingAttention | GatherAttention]) -> Iterator[None]:
     """Of keys and values: those that other ranks' queries give them, which make their exchange with nothing in it."""
-    add = kind._add_others
+    summed = kind.summed
 
-    def some(self: GradientSums, gradients: Any) -> None:
-        add(self, [(block, of_keys * 0, of_values * 0) for block, of_keys, of_values in gradients])
-        gradients.clear()
+    def own_alone(parts: Iterator[Any]) -> Iterator[Any]:
+        yield next(parts)
+        for gradients in parts:
+            yield [(block, of_keys * 0, of_values * 0) for block, of_keys, of_values in gradients]
 
-    with patch.object(kind, "_add_others", some):
+    with patch.object(kind, "summed", lambda self, own, parts: summed(self, own, own_alone(parts))):
         yield
 
 
@@ -207,12 +208,12 @@ MUTANTS: dict[str, tuple[Mutant, str, dict[str, Any]]] = {
         dict(tp=2, sp=True),
     ),
     "gradients of keys on their way round": (
-        partial(_without_gradients_of_others, RingGradients),
+        partial(_without_gradients_of_others, RingAttention),
         "grouped",
         dict(cp=2),
     ),
     "gradients of gathered keys": (
-        partial(_without_gradients_of_others, ScatteredGradients),
+        partial(_without_gradients_of_others, GatherAttention),
         "grouped",
         dict(cp=2, ways="all_gather"),
     ),

@@ -22,7 +22,7 @@ from torch.autograd.variable import Variable
 
 from ppctl.comm import communicator
 from ppctl.comm.buffers import BufferPool
-from ppctl.comm.channels import DirectEnd
+from ppctl.comm.channels import DirectEnd, VariableEnd
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import Connections, _pair_ends, connection_name, other_end
 from ppctl.comm.modes import Modes
@@ -81,7 +81,9 @@ class EmulatedCommunicator(Communicator):
         own = [channel for channel in sorted(schedule.capacities) if self.pp_rank in channel[:2]]
         if self.fused:
             over = communicator.GroupTransport(self.pp_group, CPU)
-            self._ends = {each: DirectEnd(each, over, other_end(each, self.pp_rank), 0) for each in own}
+            ends = {each: DirectEnd(each, over, other_end(each, self.pp_rank), 0) for each in own}
+            announced = {each: VariableEnd(end, end, CPU, CPU) for each, end in ends.items()}
+            self._ends = announced if modes.variable else ends
         else:
             self._ends = _pair_ends(connections, "nccl", CPU, own, variable=modes.variable, connect=connect)
 
@@ -168,7 +170,7 @@ def make_step(
         programs = [wrap(program, rank) for program in pipeline.programs_of(schedule, rank, stages, losses)]
         if dry:
             for program in [each for each in programs for _ in range(2)]:
-                dry_pass(program, rank, WHOLE, CPU, is_last=program.stage == place.num_stages - 1)
+                dry_pass(program, schedule, rank, WHOLE, CPU)
             losses.clear()
             for parameter in [each for weights in stages.values() for each in weights.values()]:
                 parameter.grad = None

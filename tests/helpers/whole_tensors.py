@@ -21,7 +21,7 @@ def whole_of(session: Session, name: str, own: Tensor) -> Tensor:
         return own
     if isinstance(session.replica.weights, ShardedWeights):
         made = torch.empty(session.replica.weights.model[name].shape, dtype=own.dtype)
-        session.replica.weights.start_gather([name], [own.detach()], own.dtype).into([made])
+        session.replica.weights.start_gather([name], [own.detach()], own.dtype)([made])
         own = made
     row = session.model.rows[name]
     shape = (row.experts, *row.shape) if row.experts else row.shape

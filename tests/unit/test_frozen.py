@@ -183,9 +183,9 @@ def _taken(action: argparse.Action) -> dict[str, Any]:
 def test_short_names_of_keys() -> None:
     names = set(frozen("aliases"))
     if IS_WRITTEN:
-        from ppctl.config.argv import ALIASES, SYNONYMS
+        from ppctl.config.keys import names_of_keys
 
-        names |= {*ALIASES, *SYNONYMS}
+        names |= {name for name in names_of_keys("names") if "-" not in name}
     hold("aliases", {name: normalise([f"{name}=1"], {}, "train").overrides[0].partition("=")[0] for name in names})
 
 

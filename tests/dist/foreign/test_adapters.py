@@ -20,12 +20,14 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from ppctl.comm.channels import DirectEnd
-from ppctl.comm.communicator import BatchedEnd
+from ppctl.comm.communicator import FusedBatch, LooseBatch
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.foreign.peft_adapters import canonical
+from ppctl.errors import ConfigError
+from ppctl.foreign.peft_adapters import AdapterDropout, canonical
 from ppctl.launch.weights import model_values
+from ppctl.model.dropout import Draws, name_key, sample_key
 from ppctl.model.initialize import initial_value
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
@@ -41,6 +43,7 @@ CPU = torch.device("cpu")
 STEPS = 3
 LORA = {"rank": "3", "targets": "[q_proj,down_proj]", "alpha": "5"}
 TIED = "Granite"
+WHOLE = {"Llama": "[embed_tokens,input_layernorm,lm_head]", TIED: "[model.norm]"}
 CUTS: dict[str, dict[str, Any]] = {
     "pp=2": dict(pp=2, vpp=1),
     "pp=2, vpp=2, recomputed, embedding and head alone": dict(
@@ -70,6 +73,11 @@ LATE: dict[str, tuple[dict[str, Any], int, list[tuple[int, int]]]] = {
 
 def run_config(text: Path, cut: str, kind: str = "Llama") -> RunConfig:
     return config_of(text, CUTS[cut], kind, LORA)
+
+
+def more(kind: str) -> dict[str, str]:
+    """With dropout, and modules that are trained whole: some in the layers, one before and one behind them."""
+    return LORA | {"dropout": "0.3", "modules_to_save": WHOLE[kind]}
 
 
 def config_of(text: Path, cut: dict[str, Any], kind: str, lora: dict[str, str]) -> RunConfig:
@@ -114,24 +122,27 @@ def train_and_count(mapping: dict, directory: str) -> tuple[tuple, Counter[str]]
     sent: Counter[str] = Counter()
 
     def counting(send: Any) -> Any:
-        def counted(end: Any, message: Any) -> None:
+        def counted(*arguments: Any) -> None:
+            (end,) = (each for each in arguments if isinstance(each, DirectEnd))
             sent[end.channel.direction] += 1
-            send(end, message)
+            send(*arguments)
 
         return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        for end in (DirectEnd, BatchedEnd):
-            patch.setattr(end, "send", counting(end.send))
+        for way in (DirectEnd, LooseBatch, FusedBatch):
+            patch.setattr(way, "send", counting(way.send))
         return train(mapping, directory), sent
 
 
 @cache
-def by_a_plain_loop(text: Path, kind: str, first: int = 0) -> tuple[list, list, dict[str, Tensor], dict[str, Tensor]]:
+def by_a_plain_loop(
+    text: Path, kind: str, first: int = 0, *, full: bool = False
+) -> tuple[list, list, dict[str, Tensor], dict[str, Tensor]]:
     """The whole model with peft in one process, its adapters filled with the run's first values."""
     import peft
 
-    config = config_of(text, CUTS["pp=2"], kind, late(first))
+    config = config_of(text, CUTS["pp=2"], kind, more(kind) if full else late(first))
     optim = config.optim
     base = model_of(kind)
     before = {name: p.detach().clone() for name, p in base.named_parameters()}
@@ -139,17 +150,28 @@ def by_a_plain_loop(text: Path, kind: str, first: int = 0) -> tuple[list, list, 
     if first:
         lora.layers_to_transform = list(range(first, 4))
     model = peft.inject_adapter_in_model(lora, base)
+    drops = dropouts(model, 0.3) if full else []
+    for name, parameter in model.named_parameters() if full else ():
+        whole = WHOLE[kind].strip("[]").split(",")
+        parameter.requires_grad_("lora_" in name or name.rpartition(".")[0].endswith(tuple(whole)))
     adapters = {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for name, parameter in adapters.items():
-            parameter.copy_(initial_value(name, config.model, config.train.seed))
+            if "lora_" in name:
+                parameter.copy_(initial_value(name, config.model, config.train.seed))
+    groups = {decay: [p for n, p in adapters.items() if decays(n) == decay] for decay in (True, False)}
     adamw = torch.optim.AdamW(
-        adapters.values(), betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay
+        [{"params": group, "weight_decay": optim.weight_decay * decay} for decay, group in groups.items()],
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
     )
     losses, norms = [], []
     for step, batch in enumerate(microbatches(config, STEPS)):
         total, loss_of_step = float(sum(mask.sum() for _, _, mask in batch)), 0.0
-        for tokens, labels, mask in batch:
+        for mb, (tokens, labels, mask) in enumerate(batch):
+            samples = [sample_key(config.train.seed, step, mb * len(tokens) + row) for row in range(len(tokens))]
+            for drop in drops:
+                drop.draws = Draws(torch.tensor(samples))
             loss = microbatch_loss(model(input_ids=tokens, use_cache=False).logits, labels, mask, total)
             loss_of_step += loss.item()
             loss.backward()
@@ -164,13 +186,28 @@ def by_a_plain_loop(text: Path, kind: str, first: int = 0) -> tuple[list, list, 
     return losses, norms, {name: p.detach() for name, p in adapters.items()}, before
 
 
+def decays(name: str) -> bool:
+    return "norm" not in name and "embed" not in name
+
+
+def dropouts(model: nn.Module, p: float) -> list[AdapterDropout]:
+    """Put a dropout into each adapter, which draws by its name in the model."""
+    made = []
+    for name, module in [*model.named_modules()]:
+        if isinstance(getattr(module, "lora_dropout", None), nn.ModuleDict):
+            made.append(AdapterDropout(p))
+            made[-1].key = torch.tensor(name_key(f"{name}.lora_dropout"))
+            module.lora_dropout["default"] = made[-1]
+    return made
+
+
 def late(layer: int) -> dict[str, str]:
     """Adapters from this layer on."""
     return LORA | ({"layers": f"[{layer}-3]"} if layer else {})
 
 
-def hold(found: list, text: Path, kind: str, first: int = 0, layer: int = 0) -> None:
-    losses, norms, adapters, before = by_a_plain_loop(text, kind, layer)
+def hold(found: list, text: Path, kind: str, first: int = 0, layer: int = 0, *, full: bool = False) -> None:
+    losses, norms, adapters, before = by_a_plain_loop(text, kind, layer, full=full)
     assert len(set(losses)) == STEPS
     seen: set[str] = set()
     for own_losses, own_norms, own, frozen, gradients in found:
@@ -178,7 +215,7 @@ def hold(found: list, text: Path, kind: str, first: int = 0, layer: int = 0) -> 
         assert [name for name, value in own.items() if not torch.equal(value, adapters[name])] == []
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
         assert [n for n, t in frozen.items() if not torch.equal(t, before[n if n in before else tied[n]])] == []
-        assert all("lora_" in name for name in gradients)
+        assert full or all("lora_" in name for name in gradients)
         seen |= own.keys() | (frozen.keys() & before.keys())
     assert seen == adapters.keys() | before.keys()
 
@@ -273,10 +310,54 @@ def logits_of(config: RunConfig, checkpoint: Path, tokens: Tensor) -> Tensor:
     assert foreign is not None
     stage = build_foreign_stage(spec, config.model, foreign, seed=1, dtype=torch.float32, device="cpu")
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    table = f"model.{foreign.anatomy.uses[0]}"
     for name, parameter in {**stage.canonical_parameters(), **stage.frozen}.items():
-        parameter.copy_(reader.tensor(f"model.{name}"))
+        shared = name in foreign.anatomy.uses
+        parameter.copy_(reader.tensor(table if shared else f"model.{name}"))
     (found,) = stage.eval()(tokens, tokens=tokens)
     return found
+
+
+@pytest.mark.parametrize(
+    ("cut", "kind"),
+    [
+        ("pp=2, vpp=2, recomputed, embedding and head alone", "Llama"),
+        pytest.param("pp=2, split backwards", "Llama", marks=pytest.mark.whole),
+        pytest.param("pp=2", TIED, marks=pytest.mark.whole),
+    ],
+)
+def test_with_dropout_and_modules_trained_whole_no_cut_changes_a_bit_and_peft_loads_all(
+    text: Path, tmp_path: Path, cut: str, kind: str
+) -> None:
+    import peft
+
+    config = config_of(text, CUTS[cut], kind, more(kind))
+    hold(run_ranks(train, 2, to_mapping(config), str(tmp_path), timeout=300.0), text, kind, full=True)
+    assert by_a_plain_loop(text, kind)[0] != by_a_plain_loop(text, kind, full=True)[0]
+    saved = next(tmp_path.glob("step-*"))
+    export_checkpoint(saved, tmp_path / "exported", lambda *_: None)
+    loaded = peft.PeftModel.from_pretrained(model_of(kind).eval(), tmp_path / "exported")
+    told = loaded.peft_config["default"]
+    assert told.lora_dropout == 0.3 and told.modules_to_save == WHOLE[kind].strip("[]").split(",")
+    (tokens, *_), *_ = microbatches(config, 1)[0]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, logits_of(config, saved, tokens))
+
+
+@pytest.mark.parametrize(
+    ("whole", "kind", "said"),
+    [
+        ("[q_proj]", "Llama", "has an adapter in it: model.layers.0.self_attn.q_proj.lora_A.weight"),
+        pytest.param("[lm_head]", TIED, "are one in this model", marks=pytest.mark.whole),
+        pytest.param(
+            "[rotary_emb]", "Llama", "is the end of no name of a module with weights", marks=pytest.mark.whole
+        ),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole_are_refused(text: Path, whole: str, kind: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        _values(text.parent / kind, **LORA | {"modules_to_save": whole})
+    assert refused.value.problems[0].remedy == "model.lora.modules_to_save=null"
 
 
 def test_replicas_train_the_adapters_of_one_process(text: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import context_traffic, exchanging, live_more
 from ppctl.cost.layer_parts import attention_parts
 from ppctl.cost.setting import Setting
+from ppctl.model.attention import attend
 from ppctl.model.block_attention import FLASH_ON_CPU, UNFUSED, BlockAttention
-from ppctl.model.core_attention import attend
 from ppctl.model.kernels import ON_CPU
 from ppctl.model.packing import Documents
 from ppctl.parallel.context import RingAttention, context_attention

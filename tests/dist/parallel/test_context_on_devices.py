@@ -15,7 +15,7 @@ from torch import Tensor
 from ppctl.comm import groups
 from ppctl.model.block_attention import UNFUSED
 from ppctl.model.packing import Documents
-from ppctl.parallel import all_to_all, context, context_gradients
+from ppctl.parallel import all_to_all, context
 from ppctl.parallel.context import Attend, GatherAttention, HeadExchange, RingAttention
 from ppctl.sequence_halves import Halves, Lengths
 from ppctl.tensors.tensor_halves import own_halves, to_whole
@@ -80,12 +80,12 @@ def test_every_order_of_hosts_and_devices_gives_the_same_numbers(kind: str, rank
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            for module in (context_gradients, all_to_all):
+            for module in (context, all_to_all):
                 patch.setattr(module, "dist", Dist)
                 patch.setattr(module, "hand_over", hand_over)
             patch.setattr(groups, "dist", Dist)
             patch.setattr(context, "all_gather", Dist.all_gather)
-            patch.setattr(context_gradients, "reduce_scatter", Dist.reduce_scatter)
+            patch.setattr(context, "reduce_scatter", Dist.reduce_scatter)
             found = world.run(host)
         for whole, parts in zip(wanted, zip(*found, strict=True), strict=True):
             torch.testing.assert_close(to_whole(torch.stack(parts), 2), whole, rtol=1e-11, atol=1e-12)

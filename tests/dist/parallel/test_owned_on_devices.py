@@ -38,11 +38,11 @@ def test_owners_get_whole_sums_and_give_weights_and_no_host_waits(ranks: int) ->
             group = Backend(world, rank, "dp", range(ranks))
             coming = reduce_sums((gradient * 2 for gradient in gradients), runs, group)
             noise = [torch.full((size,), 7.0) for size in sizes]  # takes what is free, while sums are on their way
-            parts = coming.wait()
+            parts = coming()
             del coming, noise
             sent = start_sending([part / 2 for part in parts], runs, torch.bfloat16, group)
             wholes = [torch.empty(shape, dtype=torch.bfloat16) for shape in SHAPES.values()]
-            sent.into(wholes)
+            sent(wholes)
             del sent
             assert not world.gpus[rank].waits, "the host waited for its device"
             return parts, wholes

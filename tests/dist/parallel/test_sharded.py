@@ -243,9 +243,9 @@ def sum_and_gather() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     wholes = [torch.arange(7.0).view(7, 1), torch.ones(3), torch.arange(6.0).view(2, 3)]
     widths = [part_of(tensor, group).numel() for tensor in wholes]
-    parts = scatter_sums([tensor * (rank + 1) for tensor in wholes], widths, group).wait()
+    parts = scatter_sums([tensor * (rank + 1) for tensor in wholes], widths, group)()
     back = [torch.empty_like(tensor) for tensor in wholes]
-    start_gather(parts, back[0].dtype, group).into(back)
+    start_gather(parts, back[0].dtype, group)(back)
     for tensor, part, made in zip(wholes, parts, back, strict=True):
         assert torch.equal(made, tensor * 6)
         assert torch.equal(part, part_of(tensor * 6, group))

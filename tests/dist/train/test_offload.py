@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import DataConfig, LaunchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from ppctl.model.host_copies import HostBuffers, rounded_size
-from ppctl.model.offload import LayerStorages
+from ppctl.model.offload import HostBuffers, LayerStorages, rounded_size
 from ppctl.plan.build import build_plan
 from ppctl.train.session import build_session
 

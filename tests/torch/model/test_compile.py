@@ -11,8 +11,8 @@ from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import parse_layers
 from ppctl.model import attention
+from ppctl.model.attention import core_attention
 from ppctl.model.compile import compile_stage
-from ppctl.model.core_attention import core_attention
 from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.fp8 import E5M2, Fp8
 from ppctl.model.kernels import Kernels

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ppctl.geometry import layers
-from ppctl.model.core_attention import core_attention
-from ppctl.model.dropout import Draws, Dropout, Dropped, draw, kept_probabilities, name_key, row_keys, sample_key
+from ppctl.model.attention import core_attention
+from ppctl.model.dropout import Draws, Dropout, draw, name_key, row_keys, sample_key
+from ppctl.model.dropped_attention import Dropped, kept_probabilities
 from ppctl.model.kernels import ON_CPU
 from ppctl.model.packing import Documents
 

@@ -299,12 +299,10 @@ def forward_and_backward(fp8, x, w):
             self.saved_tensors = tensors
 
     with torch.no_grad():
-        one, context = fp8.rounded(x), Context()
-        q = one.quantised
-        kind = linear._InFp8(q.tile, q.shape, x.dtype, fp8)
-        out = linear._ProductInFp8.forward(context, x, w, kind, q.values, q.scales)
+        context, (x, *kept) = Context(), fp8.rounded(x).parts
+        out = linear._WholeProduct.forward(context, x, w, linear._rule(fp8), *kept)
         assert out.dtype == torch.bfloat16
-        of_x, of_weight, *_ = linear._ProductInFp8.backward(context, out)
+        of_x, of_weight, *_ = linear._WholeProduct.backward(context, out)
     return tuple(of_x.shape), tuple(of_weight.shape)
 
 

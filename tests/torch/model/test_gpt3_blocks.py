@@ -13,7 +13,8 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.setting import TORCH_ON_CPU, Setting, for_norms
 from ppctl.geometry.layers import parse_layers
-from ppctl.model.dropout import Draws, kept, kept_probabilities, row_keys, sample_key
+from ppctl.model.dropout import Draws, kept, row_keys, sample_key
+from ppctl.model.dropped_attention import Dropped, kept_probabilities
 from ppctl.model.packing import Packing
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
@@ -70,8 +71,8 @@ def by_formula(model, w, tokens, packing):
         q, k, v = (linear(y, f"{at}.attention.{n}").view(b, s, heads, -1).transpose(1, 2) for n in ("wq", "wk", "wv"))
         scores = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).masked_fill(positions > positions[:, None], -torch.inf)
         p = model.attention_dropout
-        dropped = dict(packing["whole"].named_modules())[f"{at}.attention.dropout"].of_attention(packing["draws"])
-        mask = kept_probabilities(dropped, heads, positions, positions)
+        keys = dict(packing["whole"].named_modules())[f"{at}.attention.dropout"].keys(packing["draws"])
+        mask = kept_probabilities(Dropped(keys, p), heads, positions, positions)
         mixed = (scores.softmax(-1) * mask / (1 - p)) @ v
         x = x + drop(linear(mixed.transpose(1, 2).flatten(2), f"{at}.attention.wo"), f"{at}.after_attention")
         y = linear(norm(x, f"{at}.ffn_norm"), f"{at}.feed_forward.w1")

@@ -5,7 +5,7 @@ import torch
 from cuts import tiny
 from live_memory import kept_by
 
-from ppctl.model.latent_attention import LatentAttention
+from ppctl.model.attention import LatentAttention
 from ppctl.model.linear import in_two, product_in_float32
 
 

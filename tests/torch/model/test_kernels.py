@@ -15,9 +15,8 @@ from ppctl.config.schema import RunConfig
 from ppctl.cost.layer_parts import attention_parts
 from ppctl.cost.setting import Setting
 from ppctl.errors import ConfigError
-from ppctl.model.attention import Attention
+from ppctl.model.attention import Attention, core_attention
 from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, UNFUSED
-from ppctl.model.core_attention import core_attention
 from ppctl.model.kernels import CUDNN, EFFICIENT, FLASH, MATH, ON_CPU, Capability, Kernels, choose_kernels
 from ppctl.model.packing import Documents, bounds_of
 

@@ -11,8 +11,7 @@ from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.setting import TORCH_ON_CPU, Setting, for_norms
 from ppctl.geometry.layers import SMALLEST_OFFLOADED, parse_layers
-from ppctl.model.host_copies import Copies, HostBuffers
-from ppctl.model.offload import LayerStorages, Offload, unpack
+from ppctl.model.offload import Copies, HostBuffers, LayerStorages, Offload, unpack
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec

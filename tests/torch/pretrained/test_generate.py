@@ -120,6 +120,14 @@ def test_the_command_continues_a_turn_of_a_conversation(chatting) -> None:
     assert answer["ended"] == "limit"
 
 
+def test_a_system_message_stands_before_the_turn(chatting) -> None:
+    home, _ = chatting
+    done = ppctl(str(home), "Hi", "--system", "Be brief.", "--tokens", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert json.loads(done.stdout)["prompt"] == system + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_the_command_streams_text_whose_control_characters_are_harmless(chatting) -> None:
     home, _ = chatting
     words = [str(home), "Once", "--tokens", "60", "--temperature", "3", "--seed", "4"]

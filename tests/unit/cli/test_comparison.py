@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from browser import BROWSER, reported
 
-from ppctl.cli.comparison import letters
+from ppctl.cli.comparison import differing, labels, letters
 from ppctl.cli.main import main
 from ppctl.config.schema import RunConfig
 from ppctl.runs.rundir import RunDir
@@ -91,10 +91,16 @@ def test_the_table_and_the_curves_fit_and_have_one_scale(
     assert len(drawn[3][3]) == len(drawn[0][3]) // 4, "as many columns as it has done steps"
 
 
+def test_a_models_description_is_no_difference_between_runs() -> None:
+    configs = [{"model.from": name, "model.transformers": f'{{"config": "{name}"}}'} for name in ("a", "b")]
+    assert differing(configs) == {"model.from": ["a", "b"]} and labels(configs) == ["from=a", "from=b"]
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
         ("compare 2026-0", "PP-E105: two or more runs are compared, and 1 is named"),
+        ("compare 2026-0", "or: ppctl runs show 2026-0"),
         ("compare", "PP-E105: two or more runs are compared, and 0 are named"),
         ("compare 2026-0 2026", "PP-E612: 2026 means 4 runs"),
         ("compare 2026-0 2026 --html x.html", "try: ppctl runs compare 2026-0 2026-3 --html x.html"),

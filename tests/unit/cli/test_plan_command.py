@@ -311,3 +311,37 @@ def test_a_key_that_has_its_default_because_its_flag_was_refused_is_no_further_p
 def test_a_world_of_unknown_size_is_enlarged_before_experts_are_put_together(capsys) -> None:
     _, _, err = run(capsys, "model.num_layers=4", "model.num_moe_experts=8", "ep=4")
     assert "PP-E205" in err and "  try: dp=4\n   or: ep=1\n" in err
+
+
+def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -> None:
+    code, out, err = run(capsys, "+recipe=llama3_8b", "--lost", "2,1")
+    assert (code, err) == (0, "")
+    table = out[out.index("if nodes are lost") :].splitlines()
+    assert table[0] == "if nodes are lost, with the global batch of 512 samples"
+    assert [line.split()[:4] for line in table[2:4]] == [["2", "2", "2", "8"], ["1", "3", "2", "12"]]
+    assert table[4] == "  2 lost: nodes=2"
+    assert "1 lost: pp=12 layout=null nodes=3; global_batch_size 512 = dp 3 x num_microbatches" in table[5]
+    code, out, _ = run(capsys, "+recipe=llama3_8b", "--lost", "2", "--json")
+    data = json.loads(out)
+    (lost,) = data["lost"]
+    assert code == 0 and (lost["lost"], lost["nodes"], lost["fits"], lost["why"]) == (2, 2, True, "")
+    assert (lost["parallel"]["dp"], lost["num_microbatches"], lost["words"]) == (2, 256, {"launch.nodes": 2})
+    assert lost["of_the_whole"] == pytest.approx(lost["tokens_per_s"] / data["timing"]["tokens_per_s"])
+    assert 0 < lost["peak_bytes"] <= lost["available_bytes"] < data["limit_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message", "remedy"),
+    [
+        (["+recipe=llama3_8b", "--lost", "4"], "PP-E105", "the plan has 4 nodes, and one must be left", "--lost 3"),
+        (["+recipe=llama3_8b", "--lost", "1,x"], "PP-E105", "--lost 1,x: whole numbers with commas", "--lost 1,2"),
+        (["+recipe=llama3_8b", "--lost", "1,1"], "PP-E105", "--lost 1,1: one number stands twice", "--lost 1,2"),
+        (["+recipe=quickstart", "--lost", "1"], "PP-E105", "the plan has 1 node, and one must be left", ""),
+        (["+recipe=llama3_70b", "--lost", "8,15"], "PP-E230", "nothing fits the 1 node that remain", "--lost 12"),
+    ],
+)
+def test_losses_that_cannot_be_answered_are_refused_with_what_can(capsys, words, code, message, remedy) -> None:
+    exit_code, out, err = run(capsys, *words, "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert exit_code == 2 and (problem["code"], problem["remedy"]) == (code, remedy)
+    assert message in problem["message"] and f"error {code}" in err

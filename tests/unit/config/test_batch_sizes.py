@@ -108,3 +108,18 @@ def test_a_ramp_that_does_not_end_at_the_global_batch_is_told_with_one_that_does
     (problem,) = check(config, {})
     assert said in problem.message
     assert problem.remedy == remedy
+
+
+def test_no_step_reads_a_sample_of_a_span_that_is_passed_by_and_nothing_else_is_left_out_but_a_part_of_a_batch():
+    draw = random.Random(3)
+    for _ in range(2000):
+        full, consumed = draw.randint(1, 7), draw.randint(0, 40)
+        firsts = [draw.randint(0, 90) for _ in range(draw.randint(1, 3))]
+        passed = [(first, first + draw.randint(1, 30)) for first in firsts]
+        sizes, position = BatchSizes(full, None, 5, consumed), consumed
+        sizes.pass_by(passed)
+        for step in range(5, 60):
+            while over := [end for first, end in passed if first < position + full and position < end]:
+                position = min(over)
+            assert (sizes.position(step), sizes.at(step)) == (position, full)
+            position += full

@@ -64,6 +64,16 @@ MOE = ["model.num_moe_experts=8"]
         ([*MOE, "model.moe_router_group_topk=2"], ["model.moe_router_group_topk", "model.moe_router_num_groups"]),
         (["seq=9000"], ["data.seq_length", "model.max_position_embeddings"]),
         (["train.on_bad_step=go"], ["train.on_bad_step"]),
+        (["train.on_bad_step=rollback:0"], ["train.on_bad_step"]),
+        (["train.on_bad_step=rollback:5"], ["train.on_bad_step", "checkpoint.interval"]),
+        (
+            ["train.on_bad_step=rollback:12", "checkpoint.interval=10"],
+            ["train.on_bad_step", "checkpoint.keep", "checkpoint.interval"],
+        ),
+        (
+            ["train.on_bad_step=rollback:11", "checkpoint.interval=10", "train.batch_rampup=[8,8,64]", "gbs=32"],
+            ["train.on_bad_step", "train.batch_rampup"],
+        ),
         (["launch.device=gpu"], ["launch.device"]),
         (["launch.device_memory=80 apples"], ["launch.device_memory"]),
         (["launch.share_gpu=true", "launch.device=cpu"], ["launch.share_gpu", "launch.device"]),

@@ -268,6 +268,8 @@ def test_a_recipe_may_be_a_file_that_lies_anywhere(tmp_path):
     assert composed.provenance["train.steps"] == f"recipe my own ({path}:5)"
     (problem,) = problems_of(f"recipe={tmp_path}/none.yaml")
     assert (problem.code, "no recipe file" in problem.message) == ("PP-E104", True)
+    (problem,) = problems_of(f"recipe={path.with_suffix('.yml')}")
+    assert problem.remedy.splitlines()[0] == f"'+recipe={path}'", "the file with the other ending is there"
 
 
 def test_a_users_recipe_hides_a_shipped_one_of_its_name(own_recipe):

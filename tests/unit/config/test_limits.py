@@ -15,7 +15,9 @@ from ppctl.errors import ConfigError
 from ppctl.plan import build_plan
 
 LIMITED = list(keys_with("limit").values())
-NUMBERS = [key.name for key in text_keys().values() if {int, float} & set(members(key.type))]
+NUMBERS = [
+    key.name for key in text_keys().values() if {int, float} & {*members(key.type)} and str not in members(key.type)
+]
 BOUNDED = [key.name for key in LIMITED if isinstance(key.limit, Bounds)]
 CHOSEN = [key.name for key in LIMITED if isinstance(key.limit, OneOf)]
 FORMED = [key.name for key in LIMITED if isinstance(key.limit, Form)]
@@ -27,6 +29,8 @@ def beyond(name: str) -> list[float | str]:
     if isinstance(limit, Bounds):
         most = limit.most if limit.below else limit.most + (1 if int in members(keys()[name].type) else limit.most)
         return [-1 if limit.zero else 0, most, *([] if int in members(keys()[name].type) else [float("nan")])]
+    if {float, str} <= {*members(keys()[name].type)}:
+        return ["", 0, -1, float("nan"), float("inf"), "0GiB"]
     if list[int] in members(keys()[name].type):
         return ["[2]", "[0,2]"]
     if list[Any] in members(keys()[name].type) and str not in members(keys()[name].type):

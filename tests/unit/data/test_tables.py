@@ -53,6 +53,19 @@ def test_the_documents_of_a_table_are_those_of_lines(tmp_path: Path, make) -> No
     assert last.endswith(("t.parquet: row 2499", "data-00001-of-00002.arrow: row 1249"))
 
 
+def test_other_columns_are_not_read(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = parquet(tmp_path, "t.parquet", {"text": TEXTS, "picture": [f"{n:0900}" for n in range(2500)]})
+    read = load_corpus(str(table), ByteTokenizer())
+    place = pq.ParquetFile(table).metadata.row_group(0).column(1)
+    with open(table, "r+b") as file:  # a picture that nobody could read
+        file.seek(place.dictionary_page_offset or place.data_page_offset)
+        file.write(b"\xff" * 64)
+    assert load_corpus(str(table), ByteTokenizer()).digest == read.digest
+    with pytest.raises(DataError, match="cannot read"):
+        load_corpus(str(table), ByteTokenizer(), "picture")
+
+
 def test_wrong_columns_and_damaged_files_are_named_with_what_is_there(tmp_path: Path) -> None:
     table = parquet(tmp_path, "t.parquet", {"body": ["a", "b"], "n": [1, 2]})
     with pytest.raises(DataError, match='string under "text" but an object of body, n') as caught:

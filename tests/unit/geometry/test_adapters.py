@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from ppctl.geometry.adapters import WrongAdapters, read_adapters, with_adapters
+from ppctl.geometry.adapters import WrongAdapters, read_adapters, trained_whole, with_adapters
 from ppctl.geometry.foreign_model import Adapters
 from ppctl.geometry.rows import Parameter
 
@@ -34,7 +34,7 @@ def test_empty_lists_are_told_as_empty():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("modules_to_save", "modules beside adapters are frozen here"),
+        ("lora_dropout", "its name here is dropout"),
         ("layers_to_transform", "its name here is layers"),
         ("use_dora", "adapters have no magnitudes here"),
         ("anything", "nothing called anything"),
@@ -47,11 +47,12 @@ def test_other_settings_of_pefts_are_answered_by_what_is_so_here(name, said):
 
 WRONG = [
     {"anything": "x"},
-    {"modules_to_save": "[lm_head]", "use_dora": "true"},
+    {"modules_to_save": "[lm_head,]", "use_dora": "true"},
+    {"lora_dropout": 0.05},
     {"r": "7", "rank": "null"},
     {"rank": None, "r": "8", "target_modules": "[k_proj]", "targets": "null", "lora_alpha": 3.0},
     {"layers_to_transform": [0, 2]},
-    {"dropout": "0.1"},
+    {"dropout": "1"},
     {"dropout": "much"},
     {"bias": "all"},
     {"rank": "0"},
@@ -85,6 +86,16 @@ def test_remedies_that_are_typed_in_the_place_of_what_is_wrong_lead_to_adapters(
 def test_a_layers_weights_are_frozen_and_adapters_stand_behind_theirs():
     rows = [Parameter("h.{layer}.c_attn.weight", (8, 24), "matrix"), Parameter("h.{layer}.c_attn.bias", (24,), "bias")]
     made = {"h.{layer}.c_attn.lora_A.weight": (2, 8), "h.{layer}.c_attn.lora_B.weight": (24, 2)}
+    *_, whole = with_adapters(rows, made, ["h.{layer}.c_attn.bias"])
     weight, first, second, bias = with_adapters(rows, made)
+    assert whole.gradient == "complete"
     assert (weight.gradient, bias.gradient, first.gradient) == ("none", "none", "complete")
     assert (first.shape, first.start, second.shape, second.start) == ((2, 8), "adapter", (24, 2), "zeros")
+
+
+def test_modules_are_trained_whole_by_the_end_of_their_path_as_peft_matches_it():
+    adapters = read_adapters(GIVEN | {"modules_to_save": "[norm,lm_head]", "dropout": "0.05"})
+    assert (adapters.dropout, adapters.modules_to_save) == (0.05, ("norm", "lm_head"))
+    names = ["model.norm.weight", "model.layers.1.input_layernorm.weight", "lm_head.weight"]
+    assert all(trained_whole(name, adapters) for name in names)
+    assert not trained_whole("model.layers.1.mlp.norms.weight", adapters) and not trained_whole("norm", adapters)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from unit_plan import config_values, equation, plan, refusal
 
+from ppctl.config.mapping import converted_value
+from ppctl.config.metadata import ACTIVATIONS
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.build import plan_checked
@@ -57,7 +59,7 @@ def test_it_is_sound_within_memory_and_as_fast_as_any_named_schedule_that_fits(m
         named = plan(**UNEVEN, pipeline__pp_schedule=name)
         if held(named) <= memory * unit(made):
             assert made.timing.pipeline_s <= named.timing.pipeline_s * (1 + 1e-9), name
-    assert f"pipeline.schedule_memory={memory:g}" in equation(made, "schedule")
+    assert f"pipeline.schedule_memory={memory} ({memory * unit(made) / 2**30:.3g} GiB)" in equation(made, "schedule")
 
 
 @pytest.mark.shows("pipeline.schedule_memory")
@@ -145,6 +147,23 @@ def test_a_limit_below_any_schedule_is_refused_with_the_least_that_works() -> No
     least = float(problem.remedy.splitlines()[0].partition("=")[2])
     assert not plan(**values, pipeline__schedule_memory=least).problems
     assert refusal(**values, pipeline__schedule_memory=least - 0.02) == ["PP-E321"]
+
+
+def test_a_limit_with_a_unit_means_the_bytes_that_a_number_counts_in_units_of_1f1b() -> None:
+    by_number = searched(**UNEVEN, pipeline__schedule_memory=0.5)
+    size = unit(by_number) // 2
+    by_size = searched(**UNEVEN, pipeline__schedule_memory=f"{size}B")
+    assert by_size.schedule == by_number.schedule and held(by_size) <= size
+    assert f"pipeline.schedule_memory={size}B (0.5 of what 1F1B keeps)" in equation(by_size, "schedule")
+    (problem,) = problems_of(**UNEVEN, pipeline__pp_schedule="auto", pipeline__schedule_memory="1MiB")
+    assert problem.code == "PP-E321"
+    enough = problem.remedy.splitlines()[0].partition("=")[2]
+    assert enough.endswith("GiB") and not searched(**UNEVEN, pipeline__schedule_memory=enough).problems
+
+
+@pytest.mark.parametrize("limit", ["0GiB", "-1", "nan", "much", "0"])
+def test_what_is_no_amount_of_memory_is_refused_with_one_that_is(limit: str) -> None:
+    assert not ACTIVATIONS.allows(converted_value("pipeline.schedule_memory", limit))
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer_gradients", "full"])

@@ -1,0 +1,31 @@
+"""The plan with which a run goes on, in its directory, on the hosts that are left (`launch.shrink=smaller`)."""
+
+from __future__ import annotations
+
+import sys
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.launch.run_directory import with_value
+from ppctl.plan.build import build_plan
+from ppctl.plan.memory_limit import amount
+from ppctl.plan.violations import ConfigValues, overrides_text
+from ppctl.runs.run_starts import set_aside
+from ppctl.runs.rundir import RunDir
+from ppctl.search.remaining import Whole, remaining
+
+
+def plan_smaller(run: RunDir, nodes: int) -> None:
+    """Replace config and plan by what remains on `nodes`, and say what it costs. Raises ConfigError (PP-E230)."""
+    config, plan = run.read_config(), run.read_plan()
+    whole = Whole(ConfigValues(config, plan.provenance), plan)
+    found = remaining(whole, nodes)
+    if found is None:
+        message = f"nothing fits the {nodes} nodes that are left of {whole.nodes}"
+        raise ConfigError(Problem("PP-E230", message, "ppctl node with more hosts", str(run.path)))
+    values = whole.on(found.nodes).overridden(found.words)
+    spares = max(config.launch.spares, nodes - found.nodes)
+    set_aside(run)
+    run.write_plan(build_plan(values.config, values.provenance, title=plan.name))
+    run.write_config(with_value(values.config, "launch", spares=spares))
+    cost = f"{plan.step_time_s / found.plan.step_time_s:.0%} of the tokens/s, at most {amount(found.plan.peak_bytes)}"
+    print(f"note: {nodes} of {whole.nodes} nodes go on with {overrides_text(found.words)}: {cost}", file=sys.stderr)

@@ -1,0 +1,60 @@
+"""What a start asks, reads and opens grows with the number of ranks, but for counts that are known (decision 28)."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+
+import pytest
+from restart_counts import agent_counts, group_counts, mesh, phases, rendezvous_counts
+
+from ppctl.rank.own_process import raise_file_limit
+
+SQUARES = {("roll call", "connections"), ("groups", "requests"), ("groups", "connections")}
+"""Hosts that try each other, and gloo's groups along dp, all of whose ranks connect."""
+
+
+def test_four_times_as_many_ranks_ask_and_open_four_times_as_much() -> None:
+    few, many = phases(64), phases(256)
+    grown = {(name, key) for name in few for key in ("requests", "connections", "most_requests")
+             if getattr(many[name], key) > 4.6 * max(8, getattr(few[name], key))}  # fmt: skip
+    assert grown == SQUARES
+    hosts = 256 // 8
+    assert many["roll call"].connections == hosts * (hosts - 1)
+    assert many["roll call"].most_connections == hosts - 1
+    assert many["first messages"].connections == 255
+
+
+def test_a_rank_asks_for_a_constant_number_of_values_whatever_the_number_of_ranks() -> None:
+    for name, each in rendezvous_counts(128, 8).items():
+        without_looks = [Counter({key: number for key, number in one.items() if key != "check"}) for one in each]
+        others = {
+            one.total() - one["bytes"] - one["connections"] for one in without_looks[8:] if not one["connections"]
+        }
+        assert max(others) <= 7, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_group_of_gloo_is_a_mesh_and_one_that_connects_on_first_use_a_ring(ranks: int) -> None:
+    each, connections = group_counts(ranks)
+    expected = mesh(ranks)
+    assert connections == ranks * (ranks - 1) // 2
+    assert all(one[key] == expected[key] for one in each for key in ("set", "get", "wait", "bytes"))
+    each, connections = group_counts(ranks, lazily=True)
+    assert all(one["get"] <= 2 for one in each) and connections <= ranks
+
+
+def test_torchs_agents_ask_more_often_the_more_they_are_only_where_they_write_at_once() -> None:
+    few, many = (sum(agent_counts(hosts), Counter()) for hosts in (4, 16))
+    assert many["get"] <= 5 * few["get"] and many["compare_set"] <= 8 * few["compare_set"]
+
+
+@pytest.mark.whole
+def test_a_start_of_2048_ranks() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_file_limit()
+    found = phases(2048)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found["roll call"].most_requests < 2 * 2048
+    assert found["roll call"].connections == 256 * 255
+    assert found["rendezvous"].requests + found["the run"].requests + found["roll call"].requests < 16 * 2048
