@@ -15,7 +15,8 @@ from fake_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
 
-STEPS = 12
+STEPS = 24
+"""Long enough for a command to be typed meanwhile, on a machine that is busy."""
 PATIENCE = 150.0
 SLOW = {"PPCTL_FAULT": "slow 1 0 1F0"}
 
@@ -117,8 +118,7 @@ def test_an_evicted_pod_has_all_ranks_save_and_no_step_is_done_twice(
     index: int, slow: Cluster, tmp_path: Path, undisturbed: list[tuple[object, ...]]
 ) -> None:
     run = Run(slow, tmp_path)
-    run.until(lambda: run.steps() >= 3, "step 3")
-    assert run.status()["state"] == "running"
+    run.until(lambda: run.steps() >= 1, "step 1")
     if index == 0:
         done = run.ppctl("requeue", str(run.told))
         assert done.stdout == f"job {run.job} was asked to save; its pods then start it\n", done.stderr
