@@ -147,7 +147,7 @@ def _said(report: dict[str, Any]) -> list[str]:
         lines.append(report["message"])
     for error in report["errors"][:8]:
         lines.append(f"rank {error['rank']}: {error['type']}: {str(error['message']).partition(chr(10))[0]}")
-    return [*lines, *report["starts"][-5:], *_times(report)]
+    return [*lines, *filter(None, [report["starts"]]), *_times(report)]
 
 
 def _figures(report: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What decides how large layers' activations are: sizes, bytes of an element, and whose blocks compute."""
+"""The facts that decide how large layers' activations are: sizes, bytes of an element, and whose blocks compute."""
 
 from __future__ import annotations
 

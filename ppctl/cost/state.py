@@ -306,12 +306,12 @@ def most(
                 if op in returned:
                     rank.receive(-came[stage])
             if op in WEIGHT_GRADIENTS:
-                rank.gradients[stage] = stages[stage].gradients
+                rank.grow(stage)
                 rank.note()
                 left[stage] -= call == calls - 1
                 if not left[stage]:
                     rank.reduce(stage)
-    return rank.most
+    return Most(*rank.state, rank.total)
 
 
 class _RankMoments:
@@ -324,17 +324,21 @@ class _RankMoments:
         self.activations = 0
         self.waiting = self.pool = 0
         """Bytes of the activations that came as messages, and of the memory for such."""
-        self.parts = 0
+        self.parts = self.held = self.total = 0
+        """Bytes of summed parts; of weights, gradients and parts; and the most of all together so far."""
         self.leaving: int | None = None
         self.gathered: set[int] = set()
-        self.most = Most(0, 0, 0)
+        self.state = 0, 0
+        """The most bytes of weights, and of gradients."""
 
     def receive(self, size: int) -> None:
         self.waiting += size
-        self.pool = max(self.pool, self.waiting)
+        if self.waiting > self.pool:
+            self.pool = self.waiting
 
     def begin(self, stage: int) -> None:
         self.weights[stage] = self.stages[stage].weights
+        self._changed()
 
     def gather(self, stage: int) -> None:
         if stage not in self.gathered:
@@ -342,20 +346,28 @@ class _RankMoments:
             self.begin(stage)
             self.note(self.stages[stage].arriving)
 
+    def grow(self, stage: int) -> None:
+        if stage not in self.gradients:
+            self.gradients[stage] = self.stages[stage].gradients
+            self._changed()
+
     def reduce(self, stage: int) -> None:
         """Weights go, the sums of the stage before are there, and this one's leave."""
         self.weights.pop(stage, None)
         self.gradients.pop(self.leaving if self.leaving is not None else -1, None)
         self.leaving = stage
+        self._changed()
         self.note(self.stages[stage].leaving)
         self.parts += self.stages[stage].parts
+        self._changed()
         self.note()
 
+    def _changed(self) -> None:
+        weights, gradients = sum(self.weights.values()), sum(self.gradients.values())
+        self.held = weights + gradients + self.parts
+        self.state = max(weights, self.state[0]), max(gradients, self.state[1])
+
     def note(self, more: int = 0) -> None:
-        weights, gradients = self.weights, self.gradients
-        here = sum(weights.values()) if weights else 0
-        made = sum(gradients.values()) if gradients else 0
-        total = here + made + self.parts + self.activations + self.pool - self.waiting + more
-        most = self.most
-        if here > most.weights or made > most.gradients or total > most.total:
-            self.most = Most(max(here, most.weights), max(made, most.gradients), max(total, most.total))
+        total = self.held + self.activations + self.pool - self.waiting + more
+        if total > self.total:
+            self.total = total

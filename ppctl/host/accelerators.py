@@ -130,7 +130,7 @@ MEASURED = {
     "with experts 1.07 times",
     "cpu": "rates of one core of one server",
 }
-"""What is known of steps of ppctl's own, by device."""
+"""Facts of steps of ppctl's own, by device."""
 
 # Fitted to published steps: the scores, the memory of fused kernels, and what a kernel costs; products stand at what
 # cuBLAS reaches (all in benchmarks/results-plan-2026-11-26.md). ppctl's memory: its two steps on an H100; its 8-bit

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.hang.verdict import published_states
-from ppctl.launch.outcome import DONE, STOPPED, JobOutcome, failures, report, terminated
+from ppctl.launch.outcome import DONE, STOPPED, JobOutcome, failures, is_echo, report, terminated
 from ppctl.records.rank_records import RankState
 from ppctl.runs.rundir import RunDir
 
@@ -35,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
     """How the job ended, by what its ranks have written; `ended`: something outside ended it."""
-    errors, result = run.errors(), run.result().get("state")
-    if errors:
-        found = failures([], errors)
+    found, result = failures([], run.errors()), run.result().get("state")
+    if found and not (ended and is_echo(found[0])):  # connections break when a job is ended
         world = run.read_plan().sizes.world
         # Published heartbeats are up to ten seconds old, and would give the wrong place of the failure.
         return JobOutcome(found[0].exit_code, "failed", report(run, found, {}, world))

@@ -26,7 +26,7 @@ _NAMES = (
     "forward_backward_pipelining_with_interleaving",
     "P2PCommunicator",
 )
-"""What is replaced; Megatron's schedules have all of these names."""
+"""The functions that are replaced; Megatron's schedules have all of these names."""
 
 
 class ReplacedName(NamedTuple):

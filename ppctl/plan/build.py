@@ -40,8 +40,10 @@ from ppctl.plan.violations import (
     as_problems,
     parse_overrides,
 )
-from ppctl.schedule.simulate import Costs, traced
-from ppctl.schedule.trace import Trace, bubble_fraction, step_time
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.executor import Execution
+from ppctl.schedule.simulate import Costs, attempted, bubble_of, traced
+from ppctl.schedule.trace import bubble_fraction
 
 
 def build_plan(config: RunConfig, provenance: Mapping[str, str] | None = None, *, title: str | None = None) -> Plan:
@@ -93,8 +95,8 @@ def _assemble(derivation: Derivation, name: str, *, grows: bool = True) -> Plan:
     proof = derivation.proof
     if proof is None or proof.plain != plain or derivation.frozen_stages:
         proof = proved(values, plain, derivation.frozen_stages, prices.simulation_costs(costs, stages))
-    run = plain if proof.wrong else proof.schedule
-    trace = _trace(proof, prices.simulation_costs(costs, stages))
+    run, executed = _run(proof, prices.simulation_costs(costs, stages))
+    trace = traced(run, executed)
     smaller, of_sizes = _smaller(derivation, proof) if grows else ((), [])
     ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
@@ -161,25 +163,26 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
             plain, _ = derivation.compute_only(count)
             proofs[count] = proved(values, plain, derivation.frozen_stages, costs, full)
         proof = proofs[count]
-        trace = _trace(proof, costs)
+        lists, run = _run(proof, costs)
         ranks = derivation.rank_costs(proof.schedule, segment.size)
         held.append((ranks, [] if proof is full else proof.wrong))
         batches.append(
             SmallerBatch(
                 *(segment.step, steps, segment.sample, segment.size),
-                *(count, batch.accumulation, bubble_fraction(trace)),
-                step_time(trace) * batch.accumulation + prices.seconds_after(config, stages, sizes, ranks),
+                *(count, batch.accumulation, bubble_of(lists, run)),
+                run.seconds * batch.accumulation + prices.seconds_after(config, stages, sizes, ranks),
                 proof.schedule,
             )
         )
     return tuple(batches), held
 
 
-def _trace(proof: ProvedSchedule, costs: Costs) -> Trace:
-    """The step as it would run, without messages if these are wrong."""
-    if proof.wrong or proof.run is None:
-        return prices.predicted(proof.plain if proof.wrong else proof.schedule, costs)
-    return traced(proof.schedule, proof.run)
+def _run(proof: ProvedSchedule, costs: Costs) -> tuple[Schedule, Execution]:
+    """The schedule as it would run, without messages if these are wrong, and when; never if it hangs."""
+    schedule = proof.plain if proof.wrong else proof.schedule
+    run = attempted(schedule, costs) if proof.wrong or proof.run is None else proof.run
+    never: list[list[float]] = [[] for _ in schedule.actions]
+    return schedule, Execution(never, never, {}) if run.stuck else run
 
 
 def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:

@@ -6,7 +6,7 @@ Of the last: the shares of Muon's owners, and the memory of sums and of an optim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -25,7 +25,7 @@ from ppctl.cost.state import ADAMW_ALONE, PRECISIONS, Ends, Precision, State, pa
 from ppctl.cost.step_traffic import copied_for_sums
 from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
-from ppctl.geometry.layers import Layer, count_of, parse_layers
+from ppctl.geometry.layers import Layer, alike, count_of, parse_layers
 from ppctl.host.accelerators import MEGATRON
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec
@@ -50,6 +50,7 @@ def stage_specs(
     count = len(layout.stages)
     specs = []
     crossing: tuple[TensorSpec, ...] = ()
+    numbers: dict[Hashable, tuple[int, int, int, int | None]] = {}
     states, decoders = 1, 0
     for stage in range(count):
         layers = parse_layers(layout.layer_names(stage))
@@ -58,19 +59,16 @@ def stage_specs(
         decoders += count_of("decoder", layers)
         routed = () if foreign is None else _router_logits(config, foreign, decoders, message)
         sends = (message,) * states + routed if stage < count - 1 else ()
-        specs.append(
-            StageSpec(
-                stage=stage,
-                pp_rank=place.rank_of(stage),
-                vpp_rank=place.chunk_of(stage),
-                layers=layers,
-                receives=crossing,
-                sends=sends,
-                params=stage_count(model, layers).total(),
-                replicated_params=replicated_parameters(model, layers),
-                flops_forward=stage_flops(model, layers, micro_batch_size, config.data.seq_length),
-                flops_backward=stage_backward_flops(model, layers, micro_batch_size, config.data.seq_length),
+        if (kind := alike(model, config.train, stage, layers)) not in numbers:
+            per_microbatch = model, layers, micro_batch_size, config.data.seq_length
+            numbers[kind] = (
+                stage_count(model, layers).total(),
+                replicated_parameters(model, layers),
+                stage_flops(*per_microbatch),
+                stage_backward_flops(*per_microbatch),
             )
+        specs.append(
+            StageSpec(stage, place.rank_of(stage), place.chunk_of(stage), layers, crossing, sends, *numbers[kind])
         )
         crossing = sends
     return tuple(specs)
@@ -78,8 +76,7 @@ def stage_specs(
 
 def frozen_stages(model: ModelConfig, stages: Sequence[StageSpec]) -> int:
     """How many first stages train nothing, so that no gradient is of use in them (decision 65)."""
-    trained = [stage.stage for stage in stages if trained_count(model, stage.layers).total()]
-    return min(trained, default=0)
+    return next((stage.stage for stage in stages if trained_count(model, stage.layers).total()), 0)
 
 
 def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:

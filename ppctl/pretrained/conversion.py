@@ -1,4 +1,4 @@
-"""What imports and exports have in common: a checkpoint of weights alone, a checkpoint's weights, and the report."""
+"""The common part of imports and exports: a checkpoint of weights alone, a checkpoint's weights, and the report."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ Schedules of regular policies repeat a round of microbatches in the middle, agai
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -30,7 +29,7 @@ from ppctl.schedule.action import (
     lane,
     new_action,
 )
-from ppctl.schedule.executor import Execution
+from ppctl.schedule.executor import Execution, in_order, remember_order
 from ppctl.schedule.simulate import Costs, run_of
 
 Repetition = list[tuple[int, int, int]]
@@ -126,37 +125,39 @@ def _batched(alike: _Alike, count: int, actions: _Actions) -> Schedule:
         found = repetition(schedule, size)
         out = rounds(found) - (_LEFT if size == 1 else 2)
         if out > 1:
-            few, more = (stretched(schedule, size, left - out, found) for left in (0, 1))
-            choices = _settled(alike, few.num_microbatches, few.actions, more.actions, size)
-            seconds = [all_ + (out - 1) * of_round for all_, of_round, _ in choices]
+            few = stretched(schedule, size, -out, found)
+            choices = _settled(alike, few.num_microbatches, few.actions, size)
             if choices:
-                batched = stretched(choices[seconds.index(min(seconds))][2], size, out - 1)
+                seconds = [all_ + (out - 1) * of_round for all_, of_round, _, _ in choices]
+                _, _, order, again = choices[seconds.index(min(seconds))]
+                short = shorter(order) or _lists(order)
+                remember(order, short)
+                batched = _lists(stretched(order, size, out - 1, again), short.capacities)
+                remember(batched, short)
                 if tuple(tuple(a for a in row if a[0] in COMPUTE) for row in batched.actions) == actions:
                     return batched
-    return place_gradient_sync(min(_tried(schedule), key=itemgetter(0))[1])
+    return _lists(place_gradient_sync(min(_tried(schedule), key=itemgetter(0))[1]))
 
 
-_Settled = list[tuple[float, float, Schedule]]
-"""The batched schedules of all choices of a round more: seconds, those of the round, and the schedule."""
+_Settled = list[tuple[float, float, Schedule, Repetition]]
+"""Of all choices with a round more: the seconds, those of the round, the order of events, and how it repeats itself."""
 
 
 @lru_cache(64)
-def _settled(alike: _Alike, count: int, actions: _Actions, more: _Actions, size: int) -> _Settled:
-    """What the choices come to with `more` actions, those of a round of `size` microbatches. Empty unless the round
-    makes every list of every choice longer by the round before it: only then each further round does, too, and takes as
-    many seconds."""
+def _settled(alike: _Alike, count: int, actions: _Actions, size: int) -> _Settled:
+    """What the choices come to with a round of `size` microbatches more. Empty unless the round makes every choice's
+    order of events longer by the round before it: only then each further round does, too, and takes as many seconds."""
     settled = _Settled()
+    few = _schedule(alike, count, actions)
     try:
-        two = _schedule(alike, count, actions), _schedule(alike, count + size, more)
-        choices = zip(*map(_tried, two), strict=True)
+        choices = zip(_tried(few), _tried(stretched(few, size, 1)), strict=True)
     except ScheduleError:
         return []
     for (before, one), (after, other) in choices:
-        if one.capacities != other.capacities or rounds(repetition(one, size)) < 2:
+        if rounds(found := repetition(one, size)) < 2 or stretched(one, size, 1, found).actions != other.actions:
             return []
-        if stretched(one, size, 1).actions != other.actions:
-            return []
-        settled.append((after, after - before, place_gradient_sync(other)))
+        order = place_gradient_sync(other)
+        settled.append((after, after - before, order, repetition(order, size)))
     return settled
 
 
@@ -172,124 +173,112 @@ def _schedule(alike: _Alike, count: int, actions: _Actions) -> Schedule:
 
 
 def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:
-    """The seconds that each of the choices takes, and its batched schedule without gradient sync."""
+    """The seconds that each of the choices takes, and the schedule with its order of events as the one list."""
     stages = schedule.placement.num_stages
     runs = {
         priced: run_of(schedule, Costs.uniform(stages, FORWARD_SECONDS, backward, MESSAGE_SECONDS))
         for priced, backward in ((True, BACKWARD_SECONDS), (False, FORWARD_SECONDS))
     }
-    return [_placed(schedule, runs[priced], rule) for priced, rule in _RULES]
+    orders = [_ordered(schedule, runs[priced], rule) for priced, rule in _RULES]
+    seconds = Costs.uniform(stages, FORWARD_SECONDS, BACKWARD_SECONDS).seconds()
+    run = [in_order(schedule, order, seconds, lambda channel: MESSAGE_SECONDS) for order in orders]
+    return [(each.seconds, replace(schedule, actions=(order,))) for each, order in zip(run, orders, strict=True)]
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
-    """REDUCE_GRAD of every stage right after its last backward, and after the messages that follow it."""
+    """REDUCE_GRAD of every stage right after its last backward, and after the messages that follow it. A list may be
+    one rank's, or an order of all ranks' events."""
+    rank_of = schedule.placement.rank_of
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
-        last = {action.stage: index for index, action in enumerate(row) if action.op in BACKWARDS}
-        synced = list(row)
-        for index, stage in sorted(((index, stage) for stage, index in last.items()), reverse=True):
-            while index + 1 < len(row) and row[index + 1].op in MESSAGES:
+        places: list[tuple[int, int]] = []
+        for stage, index in {
+            action.stage: index for index, action in enumerate(row, 1) if action.op in BACKWARDS
+        }.items():
+            own = rank_of(stage)
+            while index < len(row) and (row[index].op in MESSAGES or rank_of(row[index].stage) != own):
                 index += 1  # what a neighbour waits for goes first
-            synced.insert(index + 1, Action(Op.REDUCE_GRAD, stage))
+            places.append((index, stage))
+        synced = list(row)
+        for index, stage in sorted(places, reverse=True):
+            synced.insert(index, Action(Op.REDUCE_GRAD, stage))
         rows.append(tuple(synced))
     return replace(schedule, actions=tuple(rows))
 
 
-class _Row:
-    """The list of one rank as it grows: when its last operation ends, and when the last message since then is over."""
-
-    __slots__ = ("actions", "clock", "through")
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.clock = self.through = 0.0
-
-
-class _Line:
-    """One channel's messages on their way into both ends' lists, and how many were received before their use. `free_at`
-    says when the last message of the two ranks in this direction was over, whichever channel's it was."""
-
-    __slots__ = ("channel", "first", "free_at", "most", "posted", "source", "target")
-
-    def __init__(self, channel: Channel, rows: Sequence[_Row], free_at: list[float]) -> None:
-        self.channel, self.free_at = channel, free_at
-        self.source, self.target = rows[channel.source], rows[channel.target]
-        self.posted = self.most = self.first = 0
-
-    def move(self, send: Action, receive: Action) -> None:
-        """Put a message into the lists. It starts when both ends have ended what stands before their batch."""
-        source, target, free_at = self.source, self.target, self.free_at
-        source.actions.append(send)
-        target.actions.append(receive)
-        self.posted += 1
-        if self.posted > self.most:
-            self.most = self.posted
-            self.first = self.first or len(target.actions)
-        free_at[0] = at = max(source.clock, target.clock, free_at[0]) + MESSAGE_SECONDS
-        source.through, target.through = max(source.through, at), max(target.through, at)
-
-
-_Route = tuple[_Line, Sequence[Action], Sequence[Action], list[float]]
-"""The line of an edge, its sends and receives by microbatch, and when each message is used."""
-
-
-def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[float, Schedule]:
-    """The batched schedule of one choice, and the seconds that it takes. A message moves at once, or if `deferred(what
-    makes it, what comes then)` holds and nothing stands idle between the two, after what comes then, if it is not
-    needed before."""
-    rows, free_at = [_Row() for _ in schedule.actions], defaultdict[tuple[int, int], list[float]](lambda: [0.0])
-    lines = {edge.channel: _Line(edge.channel, rows, free_at[edge.channel[:2]]) for edge in schedule.edges}
-    goes, comes = _routes(schedule, run, lines)
+def _ordered(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[Action, ...]:
+    """The events of one choice in their order: what is computed, and of each message its SEND. A message moves at once,
+    or if `deferred(what makes it, what comes then)` holds and nothing stands idle between the two, after what comes
+    then, if it is not needed before."""
+    goes = _goes(schedule, run)
     times: list[float] = []
-    moved: list[tuple[_Line, Action, Action]] = []
-    computed: list[tuple[_Row, Action, float, _Line | None]] = []
-    for own, row, starts, ends in zip(rows, schedule.actions, run.starts, run.ends, strict=True):
+    events: list[Action] = []
+    for row, starts, ends in zip(schedule.actions, run.starts, run.ends, strict=True):
         last = len(row) - 1
-        computed += [(own, action, _SECONDS[action[0]], comes[action[0]][action[1]]) for action in row]
         for index, (op, stage, mb) in enumerate(row):
             if (route := goes[op][stage]) is not None:
-                line, sends, receives, needed = route
+                sends, needed = route
                 at = ends[index]
                 if index < last and starts[index + 1] <= at and deferred(op, row[index + 1][0]):
-                    at = min(ends[index + 1], needed[mb])
+                    at, until = ends[index + 1], needed[mb]
+                    at = until if until < at else at
                 times.append(at)
-                moved.append((line, sends[mb], receives[mb]))
+                events.append(sends[mb])
     times += chain.from_iterable(run.starts)
+    events += chain.from_iterable(schedule.actions)
     # A message stands before what starts at the same time: sorting leaves what is equal in its order.
-    for number in sorted(range(len(times)), key=times.__getitem__):
-        if number < len(moved):
-            line, send, receive = moved[number]
-            line.move(send, receive)
-        else:
-            own, action, took, used = computed[number - len(moved)]
-            own.actions.append(action)
-            own.clock = max(own.clock, own.through) + took
-            if used is not None:
-                used.posted -= 1
-    capacities = {
-        line.channel: 2 * line.most - 1
-        for line in sorted(lines.values(), key=lambda line: (line.channel.target, line.first))
-        if line.most
-    }
-    actions = tuple(tuple(own.actions) for own in rows)
-    return max(own.clock for own in rows), replace(schedule, actions=actions, batched=True, capacities=capacities)
+    return tuple(map(events.__getitem__, sorted(range(len(times)), key=times.__getitem__)))
 
 
-def _routes(
-    schedule: Schedule, run: Execution, lines: Mapping[Channel, _Line]
-) -> tuple[dict[Op, list[_Route | None]], dict[Op, list[_Line | None]]]:
-    """By operation and stage, where a result goes, and the line by which an input comes; None stands for no edge."""
+def _goes(schedule: Schedule, run: Execution) -> dict[Op, list[tuple[Sequence[Action], list[float]] | None]]:
+    """By operation and stage, the SENDs of its results by microbatch and when each is used; None stands for no edge."""
     count, stages = schedule.num_microbatches, schedule.placement.num_stages
     begun = [[[0.0] * count for _ in range(stages)] for _ in range(2)]
     for row, starts in zip(schedule.actions, run.starts, strict=True):
         for (op, stage, mb), start in zip(row, starts, strict=True):
             if op in PASSED_ON:
                 begun[op is F][stage][mb] = start
-    goes: dict[Op, list[_Route | None]] = {op: [None] * stages for op in Op}
-    comes: dict[Op, list[_Line | None]] = {op: [None] * stages for op in Op}
+    goes: dict[Op, list[tuple[Sequence[Action], list[float]] | None]] = {op: [None] * stages for op in Op}
     for edge in schedule.edges:
-        messages = lane(edge.send, edge.sender, count), lane(edge.receive, edge.receiver, count)
         for op in edge.ops:
-            goes[op][edge.sender] = (lines[edge.channel], *messages, begun[op is F][edge.receiver])
-            comes[op][edge.receiver] = lines[edge.channel]
-    return goes, comes
+            goes[op][edge.sender] = lane(edge.send, edge.sender, count), begun[op is F][edge.receiver]
+    return goes
+
+
+def _lists(ordered: Schedule, capacities: Mapping[Channel, int] | None = None) -> Schedule:
+    """The batched schedule whose lists follow one order of events. Of a channel's capacity, which is known or not, half
+    are the receives that are posted and not yet used."""
+    (order,), count, place = ordered.actions, ordered.num_microbatches, ordered.placement
+    rows: list[list[Action]] = [[] for _ in range(place.pp)]
+    own = [rows[place.rank_of(stage)] for stage in range(place.num_stages)]
+    ends: dict[Op, list[_End]] = {op: [(row, None, (), None) for row in own] for op in Op}
+    lines: dict[Channel, list[int]] = {}
+    for edge in ordered.edges:
+        line, receives = lines.setdefault(edge.channel, [0, 0, 0]), lane(edge.receive, edge.receiver, count)
+        ends[edge.send][edge.sender] = own[edge.sender], own[edge.receiver], receives, line
+        for op in edge.ops:
+            ends[op][edge.receiver] = own[edge.receiver], None, (), line
+    for action in order:
+        op, stage, mb = action
+        row, target, arrives, posted = ends[op][stage]
+        row.append(action)
+        if posted is None:
+            continue
+        if target is None:
+            posted[0] -= 1
+            continue
+        target.append(arrives[mb])
+        posted[0] += 1
+        if posted[0] > posted[1]:
+            posted[1], posted[2] = posted[0], posted[2] or len(target)
+    if capacities is None:
+        used = sorted((channel.target, first, channel, most) for channel, (_, most, first) in lines.items() if most)
+        capacities = {channel: 2 * most - 1 for _, _, channel, most in used}
+    lists = replace(ordered, actions=tuple(map(tuple, rows)), batched=True, capacities=capacities)
+    remember_order(lists, order)
+    return lists
+
+
+_End = tuple[list[Action], list[Action] | None, Sequence[Action], list[int] | None]
+"""Where an event goes: its rank's list; of a message also the receiver's, and the receives by microbatch. And how many
+receives of that line are posted and not yet used, the most so far, and the place of the first."""

@@ -8,7 +8,7 @@ is shared), so each runs as far as it can and is woken by what it waits for: lin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from sys import maxsize
@@ -28,6 +28,22 @@ class Execution:
     starts: list[list[float]]
     ends: list[list[float]]
     stuck: dict[int, int]
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end of all; 0 without actions."""
+        last = max((ends[-1] for ends in self.ends if ends), default=0.0)
+        return last - min((starts[0] for starts in self.starts if starts), default=0.0)
+
+
+def order_of(schedule: Schedule) -> tuple[Action, ...] | None:
+    """The one order of events that a batched schedule's lists follow (`in_order`); None if it is not known here."""
+    return vars(schedule).get("_order")
+
+
+def remember_order(schedule: Schedule, order: tuple[Action, ...]) -> None:
+    """Let `order_of` return it. It is no field: `replace` forgets it, since other lists may follow no order."""
+    vars(schedule)["_order"] = order
 
 
 class _ChannelState:
@@ -125,6 +141,49 @@ class _Lookup(NamedTuple):
     saved: Mapping[Action, float]
 
 
+def in_order(
+    schedule: Schedule,
+    order: Iterable[Action],
+    seconds: Mapping[Op, Sequence[float]],
+    message_seconds: Callable[[Channel], float],
+) -> Execution:
+    """Run a batched schedule whose lists follow one `order` of what they compute and of each message's SEND: `execute`
+    without anybody who waits, since of the events that are left the first one can always go on."""
+    place, pp = schedule.placement, schedule.placement.pp
+    starts: list[list[float]] = [[] for _ in range(pp)]
+    ends: list[list[float]] = [[] for _ in range(pp)]
+    clocks, through = [0.0] * pp, [0.0] * pp
+    """By rank, when its last operation ended, and when the last of its messages was over."""
+    ranks = [place.rank_of(stage) for stage in range(place.num_stages)]
+    table = {op: [(r, -1, lasts, [0.0]) for r, lasts in zip(ranks, own, strict=True)] for op, own in seconds.items()}
+    free_at = {edge.channel[:2]: [0.0] for edge in schedule.edges}
+    lasting = {edge.channel[:2]: message_seconds(edge.channel) for edge in reversed(schedule.edges)}
+    for edge in schedule.edges:
+        pair = edge.channel[:2]
+        table.setdefault(edge.send, [(0, 0, 0.0, [])] * len(ranks))[edge.sender] = (*pair, lasting[pair], free_at[pair])
+    for op, stage, _ in order:
+        rank, other, lasts, free = table[op][stage]
+        if other < 0:
+            at = clocks[rank]
+            if through[rank] > at:
+                at = through[rank]
+            starts[rank].append(at)
+            clocks[rank] = at = at + lasts
+            ends[rank].append(at)
+            continue
+        at = free[0]
+        if clocks[rank] > at:
+            at = clocks[rank]
+        if clocks[other] > at:
+            at = clocks[other]
+        free[0] = at = at + lasts
+        if at > through[rank]:
+            through[rank] = at
+        if at > through[other]:
+            through[other] = at
+    return Execution(starts, ends, {})
+
+
 def execute(
     schedule: Schedule,
     seconds: Mapping[Op, Sequence[float]],
@@ -137,6 +196,9 @@ def execute(
     The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). Order
     and completeness are free: a rank that waits for ever is reported in `stuck`.
     """
+    order = order_of(schedule)
+    if order is not None and not saved:
+        return in_order(schedule, order, seconds, message_seconds)
     awake = list(range(len(schedule.actions)))
     batches = list(map(_OpenBatch, awake))
     tables = _tables(schedule, seconds, message_seconds, awake, batches)._replace(saved=saved or {})

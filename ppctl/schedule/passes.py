@@ -41,6 +41,7 @@ from ppctl.schedule.batching import (
     remember,
     shorter,
 )
+from ppctl.schedule.executor import order_of, remember_order
 from ppctl.schedule.pairs import in_halves
 from ppctl.schedule.simulate import Costs, simulate
 
@@ -87,6 +88,8 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
     capacities = {channel: size for channel, size in schedule.capacities.items() if channel in used}
     pairs = frozenset(pair for pair in schedule.pairs if stays(pair.backward))
     kept = replace(schedule, actions=rows, capacities=capacities, pairs=pairs, frozen_stages=frozen_stages)
+    if (order := order_of(schedule)) is not None:
+        remember_order(kept, tuple(filter(stays, order)))
     if (short := shorter(schedule)) is not None:
         remember(kept, without_frozen(short, frozen_stages))
     return kept
@@ -96,26 +99,23 @@ def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
     """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs. It
     runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All else
     keeps its order, and each stage's Ws keep the order of its Is."""
-    return replace(
-        schedule, actions=tuple(_weights_sooner(grouped(row, schedule.pairs), most) for row in schedule.actions)
-    )
+    return replace(schedule, actions=tuple(_weights_sooner(row, most) for row in schedule.actions))
 
 
-def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ...]:
-    """Return a rank's list in which at most `most` Ws are deferred at any time."""
+def _weights_sooner(row: Sequence[Action], most: int) -> tuple[Action, ...]:
+    """Return a rank's list in which at most `most` Ws are deferred at any time. The I of a pair is its last action."""
     owed: deque[Action] = deque()
     ordered: list[Action] = []
-    for each in row:
-        for action in each if isinstance(each, Pair) else (each,):
-            if action[0] is not W:
-                ordered.append(action)
-            elif action in owed:
-                owed.remove(action)
-                ordered.append(action)
-            if action[0] is I:
-                owed.append(action._replace(op=W))
-        while len(owed) > most:
-            ordered.append(owed.popleft())
+    for action in row:
+        if action[0] is not W:
+            ordered.append(action)
+        elif action in owed:
+            owed.remove(action)
+            ordered.append(action)
+        if action[0] is I:
+            owed.append(action._replace(op=W))
+            if len(owed) > most:
+                ordered.append(owed.popleft())
     return tuple(ordered)
 
 

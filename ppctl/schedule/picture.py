@@ -15,7 +15,7 @@ KINDS = {
     Op.W: "weight gradient",
     Op.REDUCE_GRAD: "gradient reduction",
 }
-"""What an operation is called in a picture."""
+"""The names of operations in a picture."""
 
 
 @dataclass(frozen=True, slots=True)

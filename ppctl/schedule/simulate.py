@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
+    INPUT_GRADIENTS,
     LIFE_ENDS,
     MESSAGES,
+    PASSED_ON,
     Action,
     Channel,
     F,
@@ -20,7 +23,7 @@ from ppctl.schedule.action import (
     grouped,
 )
 from ppctl.schedule.executor import Execution, execute
-from ppctl.schedule.trace import Span, Trace, makers, spans_of
+from ppctl.schedule.trace import Span, Trace, spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,15 @@ def attempted(schedule: Schedule, costs: Costs) -> Execution:
     return execute(schedule, costs.seconds(), message, saved)
 
 
+def bubble_of(schedule: Schedule, run: Execution) -> float:
+    """`bubble_fraction` of a schedule that was run, without its trace."""
+    if not run.seconds:
+        return 0.0
+    timed = ([op for op, _, _ in row if op not in MESSAGES] for row in schedule.actions)
+    rows = chain.from_iterable(map(zip, timed, run.starts, run.ends))
+    return 1.0 - sum([end - start for op, start, end in rows if op in COMPUTE]) / (schedule.placement.pp * run.seconds)
+
+
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
     """Per pp_rank, the most (stage, microbatch) activations alive at once. One is alive from the start of its F to the
     end of its B, or of its W if the backward is split (`until` INPUT_GRADIENTS: of its I, from when on only what W
@@ -130,19 +142,18 @@ _KINDS = ("forward", "backward", "messages", "gradients")
 
 def critical_path(trace: Trace) -> list[Span]:
     """The spans that end in the last one, in order, each started by the end (and the message) of the one before it."""
-    made = makers(trace.spans)
-    before: dict[Action, Span | None] = {}
-    last: dict[int, Span] = {}
-    for span in trace.spans:
-        before[span.action] = last.get(span.pp_rank)
-        last[span.pp_rank] = span
+    rows = trace.rows()
+    at = {span[1]: (row, index) for row in rows for index, span in enumerate(row)}
     path: dict[Action, Span] = {}
-    reason = max(trace.spans, key=lambda span: span.end, default=None)
+    reason = max(trace.spans, key=lambda span: span[3], default=None)
     while reason is not None and reason.action not in path:  # of a file that lies an action may wait for itself
         path[reason.action] = reason
         # The previous span of its rank, or the span that made its input, whichever is later.
-        waited_for = [span for span in (before[reason.action], made.get(reason.action)) if span is not None]
-        reason = max(waited_for, key=lambda span: span.end, default=None)
+        op, stage, mb = reason.action
+        row, index = at[reason.action]
+        ops, source = ({F}, stage - 1) if op is F else (INPUT_GRADIENTS if op in PASSED_ON else (), stage + 1)
+        made = [there[place] for each in ops if (found := at.get(Action(each, source, mb))) for there, place in [found]]
+        reason = max(row[index - 1 : index] + made, key=lambda span: span.end, default=None)
     return list(path.values())[::-1]
 
 

@@ -42,7 +42,7 @@ class Trace:
         """The spans of every pp_rank, in their order."""
         rows: list[list[Span]] = [[] for _ in range(self.pp)]
         for span in self.spans:
-            rows[span.pp_rank].append(span)
+            rows[span[0]].append(span)
         return rows
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def step_time(trace: Trace) -> float:
     """Pipeline time in seconds: from the first action's start to the last action's end over all pp_ranks."""
     if not trace.spans:
         return 0.0
-    return max(end for _, _, _, end in trace.spans) - min(start for _, _, start, _ in trace.spans)
+    return max([span[3] for span in trace.spans]) - min([span[2] for span in trace.spans])
 
 
 def longest_span(trace: Trace) -> float:

@@ -10,13 +10,13 @@ late a rank may run its forwards, and so how many activations it holds.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from typing import NamedTuple
 
-from ppctl.schedule.action import INPUT_GRADIENTS, Action, I, Op, Pair, Placement, Schedule, W
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, I, Op, Pair, Placement, Schedule, W, lane
 from ppctl.schedule.schedule_table import get_schedule_table
 
 
@@ -107,12 +107,15 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     return _on_a_v("dualpipev", pp, num_microbatches, row)
 
 
+_new_pair = partial(tuple.__new__, Pair)
+
+
 class _Words:
     """A rank's list while it is made: every word counts its own microbatches. A bare `W` is the oldest that is owed,
     and `F0+B1` is a pair."""
 
-    def __init__(self, stages: tuple[int, ...]) -> None:
-        self.stages = stages
+    def __init__(self, stages: tuple[int, ...], count: int) -> None:
+        self.stages, self.count = stages, count
         self.made: Counter[str] = Counter()
         self.owed: deque[Action] = deque()
         self.actions: list[Action] = []
@@ -131,17 +134,18 @@ class _Words:
 
     def _rounds(self, words: list[str], times: int) -> None:
         """Add so many rounds of words, each of which counts microbatches of its own, at C speed."""
-        columns, owed = list[list[Action]](), list[list[Action]]()
+        columns, owed = list[Sequence[Action]](), list[Sequence[Action]]()
         for word in words:
-            own = list[list[Action]]()
+            own = list[Sequence[Action]]()
             for op, chunk, counted in map(_parsed, word.split("+")):
                 stage, first = self.stages[chunk], self.made[counted]
                 self.made[counted] += times
-                own.append([Action(op, stage, mb) for mb in range(first, first + times)])
+                end = max(first, first + times)
+                own.append(lane(op, stage, self.count)[first:end])
                 if op is I:
-                    owed.append([Action(W, stage, mb) for mb in range(first, first + times)])
+                    owed.append(lane(W, stage, self.count)[first:end])
             if len(own) > 1:
-                self.pairs += map(Pair, *own)
+                self.pairs += map(_new_pair, zip(*own, strict=True))
             columns += own
         self.actions += chain.from_iterable(zip(*columns, strict=True))
         self.owed += chain.from_iterable(zip(*owed, strict=True))
@@ -160,7 +164,7 @@ def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Wor
     rows = []
     pairs: list[Pair] = []
     for pp_rank in range(pp):
-        words = _Words(placement.stages_of(pp_rank))
+        words = _Words(placement.stages_of(pp_rank), max(num_microbatches, 2 * pp))
         fill(pp_rank, words)
         rows.append(tuple(action for action in words.actions if action.mb < num_microbatches))
         pairs += words.pairs
@@ -214,9 +218,9 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
     left = 3 * placement.num_stages * num_microbatches
     while left:
         # All ranks choose before any of them is through: what one does in this slot is of use from the next one on.
-        chosen = [(rank, lane) for rank in ranks if (lane := rank.next()) is not None]
-        for rank, lane in chosen:
-            rank.run(*lane)
+        chosen = [(rank, unit) for rank in ranks if (unit := rank.next()) is not None]
+        for rank, unit in chosen:
+            rank.run(*unit)
         left -= len(chosen)
     return Schedule(name, placement, num_microbatches, tuple(tuple(rank.row) for rank in ranks))
 

@@ -182,7 +182,7 @@ _LOOKS = frozenset(
     )
     if hasattr(owner, name)
 )
-"""What a parameter may go through and still be what it was: views, and questions about its form."""
+"""Functions that leave a parameter what it was: views, and questions about its form."""
 
 _COPIES_PERHAPS = frozenset(
     getattr(Tensor, name) for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten")

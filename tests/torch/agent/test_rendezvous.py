@@ -91,7 +91,8 @@ def test_an_agent_that_goes_calls_the_others_even_if_nobody_waits() -> None:
 
 def test_one_more_than_the_spares_is_refused_and_told_which_key_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    meet(agent(store, "0 node-0"), agent(store, "1 node-1"))
+    alive = agent(store, "0 node-0"), agent(store, "1 node-1")
+    assert meet(*alive) == [0, 1]
     monkeypatch.setattr(rendezvous, "LOST", 0.5)
     monkeypatch.setattr(rendezvous, "_SLOW", 0.3)
     with pytest.raises(ConfigError, match="the run has its 2 nodes and 0 spares") as refused:

@@ -10,23 +10,34 @@ import pytest
 
 from ppctl.cost.state import peaks
 from ppctl.errors import ScheduleError
-from ppctl.schedule.action import Schedule
-from ppctl.schedule.batching import _tried, batch_messages, place_gradient_sync, repetition, rounds, shorter, stretched
+from ppctl.schedule.action import Channel, Schedule
+from ppctl.schedule.batching import (
+    _lists,
+    _tried,
+    batch_messages,
+    place_gradient_sync,
+    repetition,
+    rounds,
+    shorter,
+    stretched,
+)
+from ppctl.schedule.executor import order_of
 from ppctl.schedule.passes import run_weights_sooner, without_frozen
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.simulate import in_flight
+from ppctl.schedule.simulate import Costs, attempted, bubble_of, in_flight, traced
+from ppctl.schedule.trace import bubble_fraction, step_time
 from ppctl.schedule.verify import verify
 
 NAMES = tuple(POLICIES)
 
 
-def grid(name: str) -> Iterator[Schedule]:
+def grid(name: str, most: int = 600) -> Iterator[Schedule]:
     """pp x vpp x m, and for what splits backwards also a limit on what is put off."""
     policy = POLICIES[name]
-    for pp in (2, 3, 4, 8):
+    for pp in (2, 3, 4, 8, 16)[: 4 + (most > 600)]:
         for vpp in (policy.chunks,) if policy.fixed else (1, 2, 3):
             for m in (2 * pp, 3 * pp + 1, 4 * pp, 6 * pp + 1, 9 * pp):
-                if pp * vpp * m > 600:
+                if pp * vpp * m > most:
                     continue
                 schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
                 yield schedule
@@ -37,11 +48,39 @@ def grid(name: str) -> Iterator[Schedule]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_schedule_batched_by_its_rounds_is_the_one_batched_as_a_whole(name: str) -> None:
     for plain in grid(name):
-        whole = place_gradient_sync(min(_tried(replace(plain, pairs=frozenset())), key=itemgetter(0))[1])
+        whole = _lists(place_gradient_sync(min(_tried(replace(plain, pairs=frozenset())), key=itemgetter(0))[1]))
         batched = batch_messages(plain)
         size = plain.placement, plain.num_microbatches
         assert batched == whole, size
         assert list(batched.capacities.items()) == list(whole.capacities.items()), size
+
+
+def irregular(stages: int) -> Costs:
+    """Seconds of which no two stages have the same, and whose sums are rounded."""
+    prices = [[0.1 + (7 * stage + 3 * kind) % 11 / 7 for stage in range(stages)] for kind in range(5)]
+    channels = {Channel(a, b, way): (a + 2 * b) % 5 / 9 for a in range(16) for b in range(16) for way in "FB"}
+    return Costs(*prices, messages=channels)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [(name, 150) for name in NAMES] + [pytest.param(name, 2500, marks=pytest.mark.whole) for name in NAMES],
+)
+def test_times_along_the_order_of_events_are_those_of_ranks_that_wait_to_the_last_bit(name: str, most: int) -> None:
+    for plain in grid(name, most):
+        costs = irregular(plain.placement.num_stages)
+        for batched in (batch_messages(plain), without_frozen(batch_messages(plain), 1)):
+            assert order_of(batched) is not None and order_of(replace(batched)) is None
+            run = attempted(batched, costs)
+            assert run == attempted(replace(batched), costs)
+            trace = traced(batched, run)
+            assert (run.seconds, bubble_of(batched, run)) == (step_time(trace), bubble_fraction(trace))
+
+
+def test_a_list_that_was_changed_follows_no_order_and_is_run_as_it_is() -> None:
+    batched = batch_messages(make_schedule("1f1b", pp=2, num_microbatches=4))
+    first, *others = batched.actions
+    assert attempted(replace(batched, actions=(first[::-1], *others)), irregular(2)).stuck
 
 
 def shortened(name: str) -> list[Schedule]:
