@@ -55,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.on == KUBERNETES:
         if several:
             again = f"{typed_again('submit', args.line.overrides)} --on kubernetes"
-            message = "--on kubernetes submits one run; type one value of each key"
-            raise ConfigError(Problem("PP-E106", message, again))
+            raise ConfigError(Problem("PP-E106", "--on kubernetes submits one run; type one value of each key", again))
         return _submit_to_cluster(prepare(args), args)
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
     jobs = [_job(each.launch) for each in swept]

@@ -44,7 +44,6 @@ def submit_again(run: RunDir, job: JobState) -> None:
 
 
 def _make(listed: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Make the objects; returns (name, namespace). If one is refused, none is left."""
     jobset, *others = listed
     name, client = jobset["metadata"]["name"], _client()
     namespace = jobset["metadata"].get("namespace") or _namespace()
