@@ -137,7 +137,7 @@ class _Pod:
             return TERMINATED
         agent = [*python("torch.distributed.run"), "-m", "ppctl.launch.rank", str(self.run.path)]
         start = fence.variables(read_text(self.run.path / "life"), self.run.path)
-        self._agent = subprocess.Popen(agent, env=os.environ | self.config.launch.env | start)
+        self._agent = subprocess.Popen(agent, env=dict(os.environ) | self.config.launch.env | dict(start))
         if self.told_to_go:  # meanwhile
             self.go()
         return self._agent.wait()
