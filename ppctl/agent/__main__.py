@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -39,6 +40,8 @@ _JOB, _ANSWER = "ppctl/job", timedelta(minutes=1)  # after which the host of the
 def main() -> int:
     """Run this host's agent to the end of the job; returns the exit code."""
     host, port, typed, *served = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it may have ranks it ends at once, also inside a wait in C++
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     raise_file_limit()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what matters is told here
     # All agents have as many ranks: torch computes their numbers, and asks no store that strangers write into.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import socket
 import sys
 from ipaddress import ip_address
@@ -60,13 +61,14 @@ def run(args: argparse.Namespace) -> NoReturn:
 
 def _become(*arguments: str) -> NoReturn:
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # while the agent imports
     os.execv(sys.executable, [*python("ppctl.agent"), *arguments])
 
 
 def _listening(host: str, port: str) -> socket.socket | None:
     """The socket of the rendezvous; None if another host or agent has the address. Raises ConfigError (PP-E605)."""
     try:
-        if not host or not int(port):
+        if host in ("", "0.0.0.0", "::") or not (port.isdecimal() and 0 < int(port) < 65536):
             raise ValueError("it is no HOST:PORT")
         rows = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         named = list(dict.fromkeys((family, str(address[0])) for family, *_, address in rows))
@@ -79,7 +81,7 @@ def _listening(host: str, port: str) -> socket.socket | None:
                     break
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         message = f"--rendezvous {host}:{port}: {getattr(error, 'strerror', None) or error}"
         raise ConfigError(Problem("PP-E605", message, "--rendezvous host-a:29500", "command line")) from error
     return None

@@ -6,13 +6,14 @@ import json
 import random
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import TRAIN, Hosts, kill, until
-from command import alive, losses, metrics, only_run, ppctl
+from agents import AGENT, TRAIN, Hosts, kill, until
+from command import alive, losses, metrics, only_run, ppctl, start
 from oracle.reference import reference_losses
 
 from ppctl.runs.checkpoint_folder import MANIFEST, find
@@ -139,6 +140,41 @@ def test_an_agent_that_is_asked_to_leave_stops_the_run_in_good_order(
     done = len(metrics(run))
     assert 3 <= done < 8 and find(run / "checkpoints").path.name == f"step-{done}"  # type: ignore[union-attr]
     assert losses(run) == reference_losses(run, done)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("when", ["while it imports", "while it waits"])
+def test_a_host_that_has_not_met_the_first_one_leaves_at_once(tmp_path: Path, when: str) -> None:
+    """Ctrl-C ends the wait for a host that does not answer, which is in C++, and imports without their traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = start("node", "--rendezvous", f"127.0.0.1:{silent.getsockname()[1]}", cwd=tmp_path)
+        until(lambda: AGENT in Path(f"/proc/{host.pid}/cmdline").read_text())
+        if when == "while it waits":
+            assert host.stderr is not None and "waiting for the first host" in host.stderr.readline()
+        host.send_signal(signal.SIGINT)
+        said = host.communicate(timeout=60)[1]
+    assert host.returncode == -signal.SIGINT and "Traceback" not in said, said
+
+
+@pytest.mark.whole
+def test_a_first_host_without_others_leaves_without_a_traceback_however_often_it_is_asked(
+    tmp_path: Path, text: Path
+) -> None:
+    hosts = Hosts(tmp_path, *train(text, 4), hosts=(0,))
+    pid = hosts.agents[0].pid
+    until(lambda: caught(pid) & 1 << signal.SIGUSR1 - 1)  # the agent listens
+    kill([pid], signal.SIGINT)
+    time.sleep(0.5)
+    kill([pid], signal.SIGINT)
+    assert hosts.ends() == {0: 130} and "Traceback" not in (said := hosts.said()), said
+    status = json.loads(ppctl("status", "--json", cwd=tmp_path).stdout)
+    assert status["state"] == "interrupted"
+
+
+def caught(pid: int) -> int:
+    """The signals that a process has handlers for, a bit for each."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
 
 
 @pytest.mark.whole

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ class Became(Exception):
 
 
 @pytest.fixture
-def became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The arguments of the agent that the command became."""
     arguments: list[str] = []
 
@@ -29,7 +31,9 @@ def became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", execute)
-    return arguments
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield arguments
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def test_the_host_that_has_the_address_makes_the_run_and_serves(became: list[str]) -> None:
@@ -58,7 +62,8 @@ def test_any_other_host_joins_and_plans_nothing(became: list[str], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "address", ["host-a", ":29500", "127.0.0.1:0", "127.0.0.1:x", "127.0.0.1:99999", "no.invalid:1"]
+    "address",
+    ["host-a", ":29500", "127.0.0.1:0", "127.0.0.1:x", "127.0.0.1:99999", "127.0.0.1:", "no.invalid:1", "0.0.0.0:1"],
 )
 def test_an_address_that_nobody_has_is_refused(
     became: list[str], address: str, capsys: pytest.CaptureFixture[str]
