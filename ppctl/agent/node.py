@@ -19,77 +19,56 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
 from threading import Thread
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import WorkerState as State
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ppctl.agent import lives
 from ppctl.agent.rendezvous import LOST, NodeRendezvous
-from ppctl.config.launch_config import LaunchConfig
+from ppctl.errors import Problem
 from ppctl.host.processes import python
 from ppctl.launch.environment import default_variables, rank_variables
 from ppctl.launch.outcome import Exit, failures
 from ppctl.launch.process import LAST_LINES, RankProcess, copy_lines, writer_to
+from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import SECRET
-from ppctl.runs.rundir import RunDir
 
-_FINAL = (2, 3, 4)
-_KILLED = 30.0
-"""Seconds that killed ranks have to be gone: a driver may take long to give back what they had pinned."""
-_STOP_GRACE = 60.0
-"""Seconds that ranks have to save and leave when they were asked to."""
-_LOOK = 0.1
-_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-
-
-class JobOver(Exception):
-    """The job ends here, on all agents."""
-
-
-class Left(BaseException):
-    """This agent leaves: it was asked to by the signal `number`, or (0) its host cannot run ranks any more."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The job of a run, whose lives are `id.1`, `id.2` and so on. `address`: where this host reaches the store."""
-
-    run: RunDir
-    launch: LaunchConfig
-    id: str
-    nodes: int
-    ranks_per_node: int
-    address: tuple[str, int]
+_FINAL, _LOOK = (2, 3, 4), 0.1
+_KILLED, _STOP_GRACE = 30.0, 60.0
+"""Seconds that killed ranks have to be gone (a driver may take long), and asked ranks to save and leave."""
 
 
 class NodeAgent(SimpleElasticAgent):
-    """One host's agent. `store` proves by the run's secret. Make it, and call `run`, in the main thread."""
+    """One host's agent. The lives of its `job` are `job.1`, `job.2` and so on; `address` is where this host reaches the
+    store, which proves by the run's secret. Make it, and call `run`, in the main thread: that raises
+    RendezvousClosedError when the job ends early, and SystemExit if this agent leaves alone."""
 
-    def __init__(self, job: Job, store: SealedStore, rendezvous: NodeRendezvous) -> None:
-        size, most = job.ranks_per_node, sys.maxsize  # `lives.begin` counts restarts for all agents together
+    def __init__(
+        self, shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, rendezvous: NodeRendezvous
+    ) -> None:
+        size, most = shared.plan.sizes.world // rendezvous.settings.max_nodes, sys.maxsize  # `lives.begin` counts
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
-        self.job, self.rendezvous, self.asked, self._sealed, self._deadline = job, rendezvous, 0, store, math.inf
+        self.run_dir, self._launch, self._job, self._address = shared.run, shared.config.launch, job, address
+        self.rendezvous, self._sealed, self.asked, self._deadline, self._life = rendezvous, store, 0, math.inf, ""
         self._ranks: list[RankProcess] = []
         self._output: Thread | None = None
-        for number in _TO_LEAVE:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
     # torch's methods for processes
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Begin the life and start the ranks; none if an agent has gone. Raises JobOver."""
-        self._ranks, run = [], self.job.run
+        """Begin the life and start the ranks; none if an agent has gone. Raises RendezvousClosedError."""
+        self._ranks, run = [], self.run_dir
         number = self._begin(worker_group)
         # What comes before a rank listens is kept for it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
@@ -106,29 +85,30 @@ class NodeAgent(SimpleElasticAgent):
         return {local: rank.rank for local, rank in enumerate(self._ranks)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How this host's ranks are, after writing the failures of those that could not. Raises JobOver."""
-        codes, run = {rank.rank: rank.poll() for rank in self._ranks}, self.job.run
+        """How this host's ranks are; writes failures of those that could not. Raises RendezvousClosedError."""
+        codes, run = {rank.rank: rank.poll() for rank in self._ranks}, self.run_dir
         if self.rendezvous.is_closed() or time.monotonic() > self._deadline:
-            raise JobOver
+            raise RendezvousClosedError
         if codes and not any(codes.values()):
             return RunResult(State.HEALTHY if None in codes.values() else State.SUCCEEDED, codes)
         if run.result():  # written when all ranks had done their work
             return RunResult(State.SUCCEEDED, codes)
         exits = [Exit(rank, code, time.time(), ended=False) for rank, code in codes.items() if code]
-        for failure in failures(exits, []):
+        for failure in failures(exits, []) if fence.older(self._life) is None else ():
             if not run.has_error(failure.rank):
                 run.write_error(failure)
-        if self.asked or any(code in _FINAL for code in codes.values()):
-            raise JobOver
+        final = any(code in _FINAL for code in codes.values())
+        if final or self.asked:
+            raise RendezvousClosedError(*["failed"] * final)
         return RunResult(State.FAILED)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
         if worker_group.group_rank == 0:
-            self.job.run.write_status("starting")  # the run has not failed, as its ranks may have written
+            self.run_dir.write_status("starting")  # the run has not failed, as its ranks may have written
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
-        """Kill this host's ranks, and wait until they are gone. Raises Left naming what remains: the host is lost."""
+        """Kill this host's ranks, and wait until they are gone. Raises SystemExit if some remain: the host is lost."""
         deadline = time.monotonic() + _KILLED
         for rank in self._ranks:
             rank.send_to_group(signal.SIGKILL)
@@ -139,27 +119,29 @@ class NodeAgent(SimpleElasticAgent):
         self._ranks, self._output = [], None
         if alive:
             named = f"ranks {', '.join(str(rank.rank) for rank in alive)} on {host_name()}"
-            print(f"error PP-E659: {named} cannot be killed: this host takes no further part", file=sys.stderr)
-            raise Left(0)
+            problem = Problem("PP-E659", f"{named} cannot be killed: this host takes no further part")
+            print(f"error {problem}", file=sys.stderr)
+            raise SystemExit(1)
 
     # One life
 
     def _begin(self, group: WorkerGroup) -> int:
         """The number of the life that all agents of this rendezvous begin together; 0 if one of them has gone. Raises
-        JobOver if another life is not worth it."""
-        job, store = self.job, self._sealed.beside(group.store)
+        RendezvousClosedError if another life is not worth it."""
+        store = copy(self._sealed)
+        store.plain = cast(Any, group.store)  # of this rendezvous alone
         store.set(f"node/{group.group_rank}", host_name())
         if group.group_rank == 0:
-            nodes = [self._value(store, f"node/{each}") for each in range(job.nodes)]
+            nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
             number = self._sealed.plain.add("ppctl/lives", 1)
             if None not in nodes:
-                why = lives.begin(job.run, job.id, number, nodes, job.launch.max_restarts)
+                why = lives.begin(self.run_dir, self._job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:
                     print(f"note: start {number} on {', '.join(nodes)}: {why}", file=sys.stderr, flush=True)
         number = self._value(store, "life") or 0
         if number < 0:
-            raise JobOver
+            raise RendezvousClosedError("failed")
         return int(number)
 
     def _value(self, store: SealedStore, key: str) -> Any:
@@ -171,20 +153,21 @@ class NodeAgent(SimpleElasticAgent):
         return store.get(key)
 
     def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
-        job, (host, port), name = self.job, self.job.address, f"{self.job.id}.{number}"
-        own = rank_variables(rank, local, job.nodes * job.ranks_per_node, job.ranks_per_node)
+        (host, port), name, size = self._address, f"{self._job}.{number}", self._worker_group.spec.local_world_size
+        own = rank_variables(rank, local, size * self.rendezvous.settings.max_nodes, size)
         own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
-        own |= {"TORCHELASTIC_RUN_ID": job.run.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
-        own |= {SECRET: self._sealed.key_for(name).hex() or "none", **fence.variables(name, job.run.path)}
-        return default_variables() | dict(os.environ) | job.launch.env | own
+        own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+        own |= {SECRET: self._sealed.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
+        self._life = own[fence.LIFE]
+        return default_variables() | dict(os.environ) | self._launch.env | own
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         alive = [rank for rank in self._ranks if rank.returncode is None]
         if not alive or self.asked:
-            raise Left(number)
+            raise SystemExit(128 + number)
         self.asked = number
         if number == signal.SIGINT:
-            print("\nsaving after this step, then stopping; Ctrl-C once more ends at once", file=sys.stderr, flush=True)
+            print("\nsaving after this step, then stopping; Ctrl-C once more ends at once", file=sys.stderr)
         else:
             self._deadline = time.monotonic() + _STOP_GRACE
         for rank in alive:

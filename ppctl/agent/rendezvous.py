@@ -16,16 +16,14 @@ from ppctl.reach.store import unproved
 
 JOIN = timedelta(minutes=10)
 """How long agents wait for one that is missing."""
-LOST = 15
+LOST, _PROOF = 15, 32
 """Seconds without a sign of life, of three that agents give meanwhile, after which others take one for lost."""
 _SLOW = 3.0
 """Seconds before each look of an agent without ranks: those with copies in their hosts' memory come first."""
-_PROOF = 32
 
 
 class _SealedBackend(C10dRendezvousBackend):
-    """c10d's backend. torch pickles the state, so it travels with an HMAC, and what does not fit it goes no further:
-    both methods raise TrainingError (PP-E776)."""
+    """c10d's backend. torch pickles the state, so it travels with an HMAC; what does not fit raises TrainingError."""
 
     key, before_look = b"", staticmethod(lambda: None)
 
@@ -49,8 +47,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
     """torch's handler for as many agents as the run has nodes; `spares` more wait."""
 
     spares = 0
-    patience: timedelta | None = JOIN
-    """How long to wait for an agent in the place of a lost one; None: for ever."""
+    shrink, patience = "wait", JOIN
+    """`launch.shrink`, and how long others wait for an agent in the place of a lost one unless they `wait`."""
     _had_ranks = False
     _surplus_since: float | None = None
 
@@ -98,11 +96,11 @@ class NodeRendezvous(DynamicRendezvousHandler):
             try:
                 info = super().next_rendezvous()
             except RendezvousTimeoutError:
-                if self._is_complete or (self.has_begun and self.patience is None):  # a spare has no limit
+                if self._is_complete or (self.has_begun and self.shrink == "wait"):  # nor has a spare a limit
                     continue
                 raise
             self._had_ranks = True
-            self.settings.timeout._set_timeouts(join=self.patience or JOIN)
+            self.settings.timeout._set_timeouts(join=self.patience)
             return info
 
     @property

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError
 from ppctl.launch.run_directory import with_value
 from ppctl.plan.build import build_plan
 from ppctl.plan.memory_limit import amount
 from ppctl.plan.violations import ConfigValues, overrides_text
 from ppctl.runs.run_starts import set_aside
 from ppctl.runs.rundir import RunDir
-from ppctl.search.remaining import Whole, remaining
+from ppctl.search.remaining import Whole, nothing_fits, remaining
 
 
 def plan_smaller(run: RunDir, nodes: int) -> None:
@@ -20,8 +20,7 @@ def plan_smaller(run: RunDir, nodes: int) -> None:
     whole = Whole(ConfigValues(config, plan.provenance), plan)
     found = remaining(whole, nodes)
     if found is None:
-        message = f"nothing fits the {nodes} nodes that are left of {whole.nodes}"
-        raise ConfigError(Problem("PP-E230", message, "ppctl node with more hosts", str(run.path)))
+        raise ConfigError(nothing_fits(whole, nodes))
     values = whole.on(found.nodes).overridden(found.words)
     spares = max(config.launch.spares, nodes - found.nodes)
     set_aside(run)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ppctl.cli.console import aligned, prose, width
-from ppctl.cli.plan_text import room
 from ppctl.cli.search_text import number
 from ppctl.config.argv import PLACE, SHORT
 from ppctl.config.metadata import MOST_RANKS
@@ -15,37 +14,7 @@ from ppctl.launch.planning import patience_asked
 from ppctl.plan import Plan
 from ppctl.plan.memory_limit import GIB
 from ppctl.plan.violations import ConfigValues, overrides_text
-from ppctl.search.remaining import Remaining, Whole, least_nodes, remaining
-
-
-class Loss(NamedTuple):
-    """A number of lost nodes with what the rest would do."""
-
-    lost: int
-    found: Remaining | None
-    """None if nothing fits."""
-    least: int
-    """The least number of nodes on which something fits, if nothing fits those that remain; else 0."""
-
-    def to_json(self, whole: Whole) -> dict[str, Any]:
-        """The figures of the plan for the rest; without one the least number of nodes for which there is one."""
-        facts: dict[str, Any] = {"lost": self.lost, "fits": self.found is not None}
-        if self.found is None:
-            return facts | {"least_nodes": self.least}
-        nodes, words, plan, why = self.found
-        report = plan.report()
-        return facts | {
-            "nodes": nodes,
-            "words": words,
-            "why": why,
-            "parallel": report["parallel"],
-            "num_microbatches": plan.num_microbatches,
-            "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-            "tokens_per_s": plan.timing.tokens_per_s,
-            "of_the_whole": whole.plan.step_time_s / plan.step_time_s,
-            "peak_bytes": plan.peak_bytes,
-            "available_bytes": None if plan.limit is None else plan.limit.available_bytes,
-        }
+from ppctl.search.remaining import Whole, least_nodes, nothing_fits, remaining
 
 
 def numbers(option: str, text: str, example: str) -> list[int]:
@@ -71,51 +40,54 @@ def losses(asked: str, values: ConfigValues, plan: Plan) -> tuple[list[dict[str,
         remedy = f"--lost {whole.nodes - 1}" if whole.nodes > 1 else ""
         return [], "", [Problem("PP-E105", message, remedy, values.cite("nodes", "gpus_per_node") or PLACE)]
     with patience_asked():
-        answers = _answers(lost, whole)
-    return [each.to_json(whole) for each in answers], _text(answers, whole, width()), _problems(answers, whole)
+        rows = _rows(lost, whole)
+    beyond = [row for row in rows if not row["fits"]]
+    wrong = [nothing_fits(whole, whole.nodes - min(row["lost"] for row in beyond))] if beyond else []
+    return rows, _text(rows, whole, width()), wrong
 
 
-def _answers(lost: Sequence[int], whole: Whole) -> list[Loss]:
-    found, least, answers = None, 0, dict[int, Loss]()
+def _rows(lost: Sequence[int], whole: Whole) -> list[dict[str, Any]]:
+    """The figures of the plan for the rest after each loss; without one the least number of nodes that has one."""
+    found, least, rows = None, 0, dict[int, dict[str, Any]]()
     for each in sorted(lost):
         left = whole.nodes - each
         if not least and (found is None or found.nodes > left):  # else the same nodes remain, or nothing fits fewer
             found = remaining(whole, left)
             least = 0 if found else least_nodes(whole, left)
-        answers[each] = Loss(each, found, least)
-    return [answers[each] for each in lost]
-
-
-def _problems(losses: list[Loss], whole: Whole) -> list[Problem]:
-    """One problem for the least loss after which nothing fits."""
-    beyond = [loss for loss in losses if loss.found is None]
-    if not beyond:
-        return []
-    loss = min(beyond)
-    left, most = number(whole.nodes - loss.lost, "node"), whole.nodes - loss.least
-    message = f"nothing fits the {left} that remain without {loss.lost:,} of {whole.nodes:,}"
-    message += f": at least {loss.least:,} are needed for the global batch of {whole.values['gbs']:,} samples"
-    remedy = f"--lost {most}" if most else ""
-    return [Problem("PP-E230", message, remedy, whole.values.cite("nodes", "gpus_per_node", "gbs"))]
-
-
-def _text(losses: list[Loss], whole: Whole, columns: int) -> str:
-    """A row for each loss, and below the table what changes, and why there are not more replicas."""
-    head = ["lost", "nodes", "dp", "pp", "microbatches", "tokens/s", "of the whole", "peak GiB", "room"]
-    rows, below = [head], list[str]()
-    for lost, found, least in losses:
-        left = whole.nodes - lost
+        rows[each] = {"lost": each, "left": left, "fits": found is not None}
         if found is None:
-            rows.append([f"{lost:,}", f"0 of {left:,}", *[""] * 7])
-            below.append(f"  {lost:,} lost: nothing fits; {least:,} nodes are needed")
+            rows[each] |= {"least_nodes": least}
             continue
         plan = found.plan
-        calls = f"{plan.gradient_accumulation_steps} x " * (plan.gradient_accumulation_steps > 1)
-        figures = [f"{calls}{plan.num_microbatches}", f"{plan.timing.tokens_per_s:,.0f}"]
-        figures += [f"{whole.plan.step_time_s / plan.step_time_s:.1%}", f"{plan.peak_bytes / GIB.size:.2f}"]
-        nodes = f"{found.nodes:,}" + f" of {left:,}" * (found.nodes < left)
-        rows.append([f"{lost:,}", nodes, str(plan.sizes.dp), str(plan.sizes.pp), *figures, room(plan)])
-        words = overrides_text({SHORT.get(key, key): value for key, value in found.words.items()})
-        below.append(f"  {lost:,} lost: {words}" + f"; {found.why}" * bool(found.why))
+        rows[each] |= {
+            **{"nodes": found.nodes, "words": found.words, "why": found.why, "parallel": plan.report()["parallel"]},
+            "num_microbatches": plan.num_microbatches,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+            "tokens_per_s": plan.timing.tokens_per_s,
+            "of_the_whole": whole.plan.step_time_s / plan.step_time_s,
+            "peak_bytes": plan.peak_bytes,
+            "available_bytes": None if plan.limit is None else plan.limit.available_bytes,
+        }
+    return [rows[each] for each in lost]
+
+
+def _text(rows: Sequence[dict[str, Any]], whole: Whole, columns: int) -> str:
+    """A row for each loss, and below the table what changes, and why there are not more replicas."""
+    head = ["lost", "nodes", "dp", "pp", "microbatches", "tokens/s", "of the whole", "peak GiB", "room"]
+    table, below = [head], list[str]()
+    for row in rows:
+        lost, left = f"{row['lost']:,}", f" of {row['left']:,}"
+        if not row["fits"]:
+            table.append([lost, f"0{left}", *[""] * 7])
+            below.append(f"  {lost} lost: nothing fits; {row['least_nodes']:,} nodes are needed")
+            continue
+        calls, most = row["gradient_accumulation_steps"], row["available_bytes"]
+        nodes = f"{row['nodes']:,}" + left * (row["nodes"] < row["left"])
+        cells = [lost, nodes, *(str(row["parallel"][axis]) for axis in ("dp", "pp"))]
+        cells += [f"{calls} x " * (calls > 1) + str(row["num_microbatches"]), f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{row['of_the_whole']:.1%}", f"{row['peak_bytes'] / GIB.size:.2f}"]
+        table.append([*cells, "" if most is None else f"{1 - row['peak_bytes'] / most:.0%}"])
+        words = overrides_text({SHORT.get(key, key): value for key, value in row["words"].items()})
+        below.append(f"  {lost} lost: {words}" + f"; {row['why']}" * bool(row["why"]))
     title = f"if nodes are lost, with the global batch of {whole.values['gbs']:,} samples"
-    return "\n".join([title, aligned(rows, len(head)), *prose(below, columns).splitlines()])
+    return "\n".join([title, aligned(table, len(head)), *prose(below, columns).splitlines()])

@@ -64,8 +64,7 @@ def _become(*arguments: str) -> NoReturn:
 
 
 def _listening(host: str, port: str) -> socket.socket | None:
-    """The socket of the rendezvous; None if another host has the address, or another agent of this one the port.
-    Raises ConfigError (PP-E657) for an address that nobody can have."""
+    """The socket of the rendezvous; None if another host or agent has the address. Raises ConfigError (PP-E605)."""
     try:
         if not host or not int(port):
             raise ValueError("it is no HOST:PORT")
@@ -82,6 +81,5 @@ def _listening(host: str, port: str) -> socket.socket | None:
                     raise
     except (OSError, ValueError, OverflowError) as error:
         message = f"--rendezvous {host}:{port}: {getattr(error, 'strerror', None) or error}"
-        remedy = "ppctl node --rendezvous host-a:29500"
-        raise ConfigError(Problem("PP-E657", message, remedy, "--rendezvous")) from error
+        raise ConfigError(Problem("PP-E605", message, "--rendezvous host-a:29500", "command line")) from error
     return None

@@ -89,21 +89,21 @@ def facts(run: RunDir) -> dict[str, Any]:
         "checkpoint": str(checkpoint) if checkpoint else None,
         "steps_back": ", ".join(f"{s.bad} to {s.step} (without samples {s.first} to {s.end - 1})" for s in back)
         or None,
-        "starts": lives(run),
+        "starts": " | ".join(lives(run)[-5:]) or None,
         "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
     }
 
 
 def lives(run: RunDir) -> list[str]:
-    """A line for each start that agents began after the run's first: after which step, where, why, and its phases."""
+    """A text for each start that agents began after the run's first: after which step, where, why, and its phases."""
 
-    def line(one: dict[str, Any]) -> str:
+    def text(one: dict[str, Any]) -> str:
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in one.get("start_up", {}).items())
         said = f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}"
         return f"{said} ({phases})" if phases else said
 
-    return [line(one) for one in run.environment().get("starts", ())[1:]]
+    return [text(one) for one in run.environment().get("starts", ())[1:]]
 
 
 def readable(read: Callable[[], T]) -> T | None:

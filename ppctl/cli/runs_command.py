@@ -102,8 +102,7 @@ def _flat(run: RunDir) -> dict[str, str]:
 
 def _shown(one: dict[str, Any]) -> str:
     """A fact a line, folded between words, but for the command, which is to be pasted."""
-    texts = {key: " | ".join(value) if isinstance(value, list) else value for key, value in one.items()}
-    rows = {key: str(value) for key, value in texts.items() if value not in (None, "") and key != "time"}
+    rows = {key: str(value) for key, value in one.items() if value is not None and key != "time"}
     name = max(map(len, one))
     columns = width(UNFOLDED)
     lines = {key: folded([(f"{key:<{name}}", value)], columns, " ") for key, value in rows.items()}

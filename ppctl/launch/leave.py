@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.hang.verdict import published_states
-from ppctl.launch.outcome import DONE, STOPPED, JobOutcome, failures, report, terminated
+from ppctl.launch.outcome import DONE, STOPPED, JobOutcome, failures, is_echo, report, terminated
 from ppctl.records.rank_records import RankState
 from ppctl.runs.rundir import RunDir
 
@@ -35,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
     """How the job ended, by what its ranks have written; `ended`: something outside ended it."""
-    errors, result = run.errors(), run.result().get("state")
-    if errors:
-        found = failures([], errors)
+    found, result = failures([], run.errors()), run.result().get("state")
+    if found and not (ended and is_echo(found[0])):  # connections break when a job is ended
         world = run.read_plan().sizes.world
         # Published heartbeats are up to ten seconds old, and would give the wrong place of the failure.
         return JobOutcome(found[0].exit_code, "failed", report(run, found, {}, world))
@@ -48,10 +47,10 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
     if ended:
         return terminated(run, "the job was ended")
     lines = [
-        f"error PP-E703: the ranks ended (srun: exit code {step_code}) and none of them gave a reason",
+        f"error PP-E703: the ranks ended (exit code {step_code}) and none of them gave a reason",
         *(f"  rank {state.rank} was {state.state} at step {state.step + 1}" for state in _states(run)[:8]),
-        "  SIGKILL from the kernel (out of memory), a node that went away, or srun itself: srun's lines are in "
-        f"{run.job_log}",
+        "  SIGKILL from the kernel (out of memory), a node that went away, or what started them: its lines are in "
+        f"{run.job_log if run.job_log.exists() else 'the log of the pod'}",
         "  more: ppctl explain PP-E703",
     ]
     return JobOutcome(1, "failed", "\n".join(lines))

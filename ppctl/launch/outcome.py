@@ -19,7 +19,9 @@ from ppctl.records.rank_records import RankFailure, RankState
 from ppctl.runs.checkpoint_folder import find, step_of
 from ppctl.runs.rundir import RunDir
 
-DONE, STOPPED, INTERRUPTED, TERMINATED = 0, 75, 130, 143
+DONE, STOPPED, GO_ON, INTERRUPTED, TERMINATED = 0, 75, 76, 130, 143
+FINAL = (2, 3, 4)
+"""Exit codes of what another start would repeat: config, checkpoint, memory."""
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 
 _DEATHS = (KILLED, SILENT)
@@ -84,10 +86,10 @@ def failures(exits: Sequence[Exit], errors: Sequence[RankFailure]) -> list[RankF
     recorded = {error.rank: error for error in errors}
     died = [_from_exit(e) for e in exits if e.returncode and not e.ended and e.rank not in recorded]
     # If there are only echoes, one that names the broken connection comes first.
-    return sorted([*recorded.values(), *died], key=lambda f: (_is_echo(f), _is_echo(f) and not f.ends, f.time))
+    return sorted([*recorded.values(), *died], key=lambda f: (is_echo(f), is_echo(f) and not f.ends, f.time))
 
 
-def _is_echo(failure: RankFailure) -> bool:
+def is_echo(failure: RankFailure) -> bool:
     """Whether it looks like a consequence of another rank's failure."""
     return failure.code not in _DEATHS and (failure.code in _ECHO_CODES or bool(_ECHO.search(failure.message)))
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -187,27 +187,20 @@ def publish_run(store: SealedStore, shared: SharedRun) -> None:
     store.set(_RUN, parts)
 
 
-def announced(store: Store, key: str) -> dict[str, Any]:
-    """The object under `key`, before its proof can be read: its `directory` has the secret. Raises TrainingError."""
-    try:
-        parts = json.loads(halves(store.get(key))[1])
-        if "refused" not in parts:
-            Path(parts["directory"])
-        return dict(parts)
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise TrainingError(unproved(key)) from error
-
-
 def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
     """The run that rank 0 published and the store with its secret, or the exit code with which rank 0 refused a run.
     The secret's place is read before it can prove anything: it counts only if it is this user's own."""
-    parts = announced(store, _RUN)
-    if "refused" in parts:
-        store.add(_READERS, 1)
-        if type(code := parts["refused"]) is int and 0 < code < 126:
-            return code
-        raise TrainingError(unproved(_RUN))
-    own = sealed(store, RunDir(Path(parts["directory"])), reported=True)
+    try:
+        parts = json.loads(halves(store.get(_RUN))[1])
+        if "refused" in parts:
+            store.add(_READERS, 1)
+            if type(code := parts["refused"]) is int and 0 < code < 126:
+                return code
+            raise ValueError(f"{code!r} is no exit code")
+        named = RunDir(Path(parts["directory"]))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise TrainingError(unproved(_RUN)) from error
+    own = sealed(store, named, reported=True)
     parts = own.get(_RUN)  # all of it is taken from here: what was read before may have been a stranger's
     run = RunDir(Path(parts["directory"]))
     return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own

@@ -127,10 +127,6 @@ class SealedStore:
             raise TrainingError(unproved(key))
         return json.loads(text)
 
-    def beside(self, plain: Any) -> SealedStore:
-        """The same proofs for values in another store."""
-        return SealedStore(plain, self._secret, self._start)
-
     def key_for(self, purpose: str) -> bytes:
         """A key that the ranks of this start have in common, for one purpose; empty without a secret."""
         return b"" if self._secret is None else hmac.digest(self._secret, purpose.encode(), "sha256")

@@ -15,10 +15,9 @@ from ppctl.host.files import read_text
 
 LIFE = "PPCTL_LIFE"
 """The variable with the name of a rank's start, a blank, and the run's file with the name of the newest."""
-_LEASE = 5.0
-"""Seconds for which a look is good. No start begins sooner after this one's ranks were last seen alive."""
-_ARRIVAL = 60.0
-"""Seconds after which a name that was written on another host is seen here."""
+_LEASE, _ARRIVAL = 5.0, 60.0
+"""Seconds for which a look is good (no start begins sooner after another's ranks were last seen alive), and after which
+a name that was written on another host is seen here."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that goes on while the machine is suspended."""
 _looked = -_LEASE
@@ -29,9 +28,9 @@ def variables(name: str, run: Path) -> Mapping[str, str]:
     return {LIFE: f"{name} {run / 'life'}"}
 
 
-def older() -> Problem | None:
-    """The problem of a process whose run has begun a later start."""
-    name, _, file = os.environ.get(LIFE, "").partition(" ")
+def older(told: str | None = None) -> Problem | None:
+    """The problem of a process, or of one that was `told` its start, whose run has begun a later one."""
+    name, _, file = (told or os.environ.get(LIFE, "")).partition(" ")
     try:
         newest = read_text(file) if name else ""
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The configuration with which a run goes on where nodes are lost: fewer replicas, then another cut.
 
 Knows in which order ways are tried, and what none of them changes: the global batch, and whatever decides what is
-computed. Must not know how nodes are lost, nor text.
+computed. Must not know how nodes are lost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
 from ppctl.config.keys import text_keys
+from ppctl.errors import Problem
 from ppctl.host.devices import machines
 from ppctl.plan import Plan
 from ppctl.plan.build import judged, plan_alone
@@ -82,6 +83,15 @@ def least_nodes(whole: Whole, nodes: int) -> int:
     """The least number of nodes above `nodes` for which there is a configuration: at most all."""
     more = range(nodes + 1, whole.nodes)
     return nodes + 1 + bisect_left(more, True, key=lambda number: remaining(whole, number) is not None)
+
+
+def nothing_fits(whole: Whole, nodes: int) -> Problem:
+    """The problem of so few nodes that nothing fits them, with the least number that would do."""
+    least, batch = least_nodes(whole, nodes), whole.values["gbs"]
+    message = f"nothing fits {nodes:,} of {whole.nodes:,} nodes"
+    message += f": at least {least:,} are needed for the global batch of {batch:,} samples"
+    remedy = f"--lost {whole.nodes - least}" if least < whole.nodes else ""
+    return Problem("PP-E230", message, remedy, whole.values.cite("nodes", "gpus_per_node", "gbs"))
 
 
 def _fewer_replicas(whole: Whole, nodes: int) -> tuple[Remaining | None, str]:

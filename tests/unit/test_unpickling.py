@@ -18,8 +18,21 @@ PACKAGE = Path(ppctl.__file__).parent
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 ALLOWED = {
+    ("checkpoint/writer.py", "Connection"): "its frames as bytes: send_bytes and recv_bytes, never send and recv",
     ("pretrained/from_dcp.py", "pickle"): "torch's checkpoints have an index that is a pickle",
     ("pretrained/from_dcp.py", "Unpickler"): "makes the records of such an index and nothing else",
+} | {
+    (
+        f"agent/{file}.py",
+        name,
+    ): "torch's agents pickle the rendezvous' state: it is read with a proof alone (tests/torch/agent)"
+    for file, names in {
+        "__main__": "RendezvousClosedError RendezvousError RendezvousTimeoutError torch.distributed.elastic",
+        "node": "RunResult SimpleElasticAgent WorkerGroup WorkerSpec WorkerState RendezvousClosedError",
+        "rendezvous": "RendezvousInfo RendezvousTimeoutError RendezvousTimeout C10dRendezvousBackend "
+        "DynamicRendezvousHandler",
+    }.items()
+    for name in names.split()
 }
 """(file, what it uses): why it may."""
 

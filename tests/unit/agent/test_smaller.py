@@ -43,5 +43,5 @@ def test_hosts_that_the_plan_does_not_use_wait_as_spares(tmp_path: Path) -> None
 
 def test_nothing_that_fits_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, "nodes=2", "tp=4", "pp=1")  # ranks that divide layers are on both
-    with pytest.raises(ConfigError, match="nothing fits the 1 nodes that are left of 2"):
+    with pytest.raises(ConfigError, match="nothing fits 1 of 2 nodes: at least 2 are needed"):
         plan_smaller(run, 1)

@@ -64,12 +64,12 @@ def test_an_address_that_nobody_has_is_refused(
     became: list[str], address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["node", "--rendezvous", address, *TRAIN]) == 2
-    assert "PP-E657" in capsys.readouterr().err
+    assert "PP-E605" in capsys.readouterr().err
     assert not became
 
 
 @pytest.mark.parametrize(
-    ("more", "code"), [("nodes=3", "PP-E603"), ("launch.partition=gpu", "PP-E629"), ("launch.target=env", "PP-E607")]
+    ("more", "code"), [("nodes=3", "PP-E204"), ("launch.partition=gpu", "PP-E629"), ("launch.target=env", "PP-E607")]
 )
 def test_what_cannot_run_on_these_hosts_is_refused_before_anything_is_made(
     became: list[str], tmp_path: Path, more: str, code: str, capsys: pytest.CaptureFixture[str]
@@ -81,9 +81,12 @@ def test_what_cannot_run_on_these_hosts_is_refused_before_anything_is_made(
     assert not became and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", [["train"], ["submit", "--dry-run"]])
 @pytest.mark.parametrize("key", ["launch.spares=1", "launch.max_restarts=5"])
-def test_train_refuses_what_only_agents_act_on(became: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "+recipe=quickstart", "launch.device=cpu", key]) == 2
+def test_other_commands_refuse_what_only_agents_act_on(
+    became: list[str], command: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "+recipe=quickstart", "launch.device=cpu", key]) == 2
     said = capsys.readouterr().err
     assert "PP-E629" in said and "takes effect with `ppctl node` only" in said
     assert "ppctl node --rendezvous HOST:29500 +recipe=quickstart" in said

@@ -337,7 +337,12 @@ def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -
         (["+recipe=llama3_8b", "--lost", "1,x"], "PP-E105", "--lost 1,x: whole numbers with commas", "--lost 1,2"),
         (["+recipe=llama3_8b", "--lost", "1,1"], "PP-E105", "--lost 1,1: one number stands twice", "--lost 1,2"),
         (["+recipe=quickstart", "--lost", "1"], "PP-E105", "the plan has 1 node, and one must be left", ""),
-        (["+recipe=llama3_70b", "--lost", "8,15"], "PP-E230", "nothing fits the 1 node that remain", "--lost 12"),
+        (
+            ["+recipe=llama3_70b", "--lost", "8,15"],
+            "PP-E230",
+            "nothing fits 1 of 16 nodes: at least 4 are needed",
+            "--lost 12",
+        ),
     ],
 )
 def test_losses_that_cannot_be_answered_are_refused_with_what_can(capsys, words, code, message, remedy) -> None:

@@ -50,6 +50,15 @@ def test_the_first_error_comes_first(run: RunDir) -> None:
     assert job_outcome(run, 143, ended=False).report.startswith("error PP-E701: rank 1 failed: ValueError: from 1")
 
 
+def test_connections_that_break_when_a_job_is_ended_are_no_failure(run: RunDir) -> None:
+    run.write_error(RankFailure(1, "Connection closed by peer [10.0.0.2]:7", "RuntimeError", time=1.0))
+    assert job_outcome(run, 1, ended=False).state == "failed"
+    assert job_outcome(run, 1, ended=True).exit_code == 143
+    fail(run, 0, time.time())
+    outcome = job_outcome(run, 1, ended=True)
+    assert outcome.exit_code == 1 and outcome.report.startswith("error PP-E701: rank 0")
+
+
 def test_an_end_after_the_last_save_says_what_is_missing(run: RunDir) -> None:
     last = run.read_config().train.steps
     for step, text in (
@@ -95,6 +104,8 @@ def test_the_digest_changes_with_any_file_and_its_name_alone(tmp_path: Path) -> 
         (tmp_path / name).write_text(text)
     before = package_digest(tmp_path)
     (tmp_path / "notes.txt").write_text("y")
+    (tmp_path / "_conf").mkdir()
+    (tmp_path / "_conf" / "__init__.py").write_text("")  # in an installed package
     assert package_digest(tmp_path) == before
     (tmp_path / "a.py").write_text("1 \n")
     assert package_digest(tmp_path) != before

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.checkpoint import disk
+from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts
 from ppctl.errors import PpctlError, TrainingError
 from ppctl.runs import checkpoint_folder, fence
@@ -71,7 +72,7 @@ def test_a_look_is_good_for_less_than_it_takes_to_be_lost(run: RunDir) -> None:
 
 
 def test_a_checkpoint_that_is_whole_gets_no_name_in_an_older_start(run: RunDir) -> None:
-    part = TensorPart.of_whole("w", (1,), "float32")
+    part = TensorPart("w", (1,), "float32", Box((0,), (1,)))
     all_parts = [packed_parts([part])]
     temporary = checkpoint_folder.prepare(run.checkpoints, 4)
     (own,) = disk.choose(all_parts)
