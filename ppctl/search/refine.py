@@ -24,9 +24,9 @@ from ppctl.search.answer import AnswerRow
 from ppctl.search.branch import Planned
 from ppctl.search.space import Configuration, SearchSpace
 
-_ACTION_S, _SEARCHES_S = 8e-6, {(): 0.0, (SCHEDULE,): 2.0, ("layout",): 3.0, (SCHEDULE, "layout"): 40.0}
-"""About the seconds of a core of 2026: for each action of a plan, and for searches, which count their own work as well.
-With both a layout is found for every named schedule, and a schedule for each of these layouts."""
+_ACTION_S, _SCHEDULE_S, _LAYOUT_S, _STAGE_S, _NAMED = 8e-6, 2.0, 1.0, 0.1, 7
+"""About the seconds of a core of 2026 for each action of a plan, for a search for a schedule, for one for a layout, and
+for each of its stages. Where both are searched, a layout is found for every named schedule: about so many."""
 
 
 class Refined(NamedTuple):
@@ -49,10 +49,9 @@ class Refinement:
     """The fastest so far that is faster than the first row, and fits."""
     plans: int = 0
     complete: bool = True
-    """Whether no plan was left out."""
 
     def run(self) -> bool:
-        """Refine; returns `complete`. An interrupt leaves `best`."""
+        """Refine; returns whether no plan was left out. An interrupt leaves `best`."""
         for number, row in enumerate(self.rows):
             self._refine(Refined(number, row.planned, {}))
         return self.complete
@@ -86,8 +85,9 @@ class Refinement:
         values = self.space.values_of(of).overridden(words)
         if check(values.config, values.provenance):
             return None
-        searches = tuple(key for key in (SCHEDULE, "layout") if words.get(key) == AUTO)
-        share = _SEARCHES_S[searches] + _ACTION_S * sum(map(len, own.planned.plan.schedule.actions))
+        plan, layouts = own.planned.plan, _NAMED if words.get(SCHEDULE) == AUTO else 1
+        share = _ACTION_S * sum(map(len, plan.schedule.actions)) + _SCHEDULE_S * (layouts > 1)
+        share += layouts * (_LAYOUT_S + _STAGE_S * len(plan.stages)) * (words.get("layout") == AUTO)
         if share > self.left:
             self.complete = False
             return None
