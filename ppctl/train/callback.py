@@ -23,7 +23,7 @@ ASKED_WORDS = "a callback of train.callbacks asked for it"
 
 
 class Start(NamedTuple):
-    """Where a run begins: completed steps, the position in the data, and the checkpoint that it continues from."""
+    """Where a run begins: completed steps, position in the data, its checkpoint, and positions that it passes by."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -106,7 +106,7 @@ class Callback:
         """The program that the engine calls for a stage in place of `program`, which it may watch.
 
         `first` is the step's microbatch that is number 0 of the schedule call. Asked before the first step, and again
-        if the batch grows.
+        if the batch grows or the run goes back.
         """
         return program
 
