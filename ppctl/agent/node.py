@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ppctl.agent import lives
 from ppctl.agent.rendezvous import LOST, NodeRendezvous
+from ppctl.errors import Problem
 from ppctl.host.processes import python
 from ppctl.launch.environment import default_variables, rank_variables
 from ppctl.launch.outcome import Exit, failures
@@ -53,12 +54,11 @@ class NodeAgent(SimpleElasticAgent):
     def __init__(
         self, shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, rendezvous: NodeRendezvous
     ) -> None:
-        size = shared.plan.sizes.world // rendezvous.settings.max_nodes
-        most = sys.maxsize  # `lives.begin` counts restarts, for all agents together
+        size, most = shared.plan.sizes.world // rendezvous.settings.max_nodes, sys.maxsize  # `lives.begin` counts
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
         self.run_dir, self._launch, self._job, self._address = shared.run, shared.config.launch, job, address
-        self.rendezvous, self._sealed, self.asked, self._deadline = rendezvous, store, 0, math.inf
+        self.rendezvous, self._sealed, self.asked, self._deadline, self._life = rendezvous, store, 0, math.inf, ""
         self._ranks: list[RankProcess] = []
         self._output: Thread | None = None
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
@@ -94,7 +94,7 @@ class NodeAgent(SimpleElasticAgent):
         if run.result():  # written when all ranks had done their work
             return RunResult(State.SUCCEEDED, codes)
         exits = [Exit(rank, code, time.time(), ended=False) for rank, code in codes.items() if code]
-        for failure in failures(exits, []):
+        for failure in failures(exits, []) if fence.older(self._life) is None else ():
             if not run.has_error(failure.rank):
                 run.write_error(failure)
         final = any(code in _FINAL for code in codes.values())
@@ -119,7 +119,8 @@ class NodeAgent(SimpleElasticAgent):
         self._ranks, self._output = [], None
         if alive:
             named = f"ranks {', '.join(str(rank.rank) for rank in alive)} on {host_name()}"
-            print(f"error PP-E659: {named} cannot be killed: this host takes no further part", file=sys.stderr)
+            problem = Problem("PP-E659", f"{named} cannot be killed: this host takes no further part")
+            print(f"error {problem}", file=sys.stderr)
             raise SystemExit(1)
 
     # One life
@@ -157,6 +158,7 @@ class NodeAgent(SimpleElasticAgent):
         own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         own |= {SECRET: self._sealed.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
+        self._life = own[fence.LIFE]
         return default_variables() | dict(os.environ) | self._launch.env | own
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

@@ -33,9 +33,10 @@ def own_share() -> tuple[int, int]:
     return max(1, cores // ranks), memory // ranks
 
 
-def identity() -> dict[str, Any]:
-    """This process and no other one: machine, boot, number and start. The same after the process has called exec."""
-    return {"machine": socket.gethostname(), "boot": boot(), "pid": os.getpid(), "started": started(os.getpid())}
+def identity(pid: int | None = None) -> dict[str, Any]:
+    """A process of this machine (none: this one) and no other: machine, boot, number and start. It outlives exec."""
+    pid = os.getpid() if pid is None else pid
+    return {"machine": socket.gethostname(), "boot": boot(), "pid": pid, "started": started(pid)}
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:

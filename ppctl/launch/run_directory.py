@@ -18,6 +18,7 @@ from typing import Any
 import ppctl
 from ppctl.config.schema import RunConfig
 from ppctl.errors import pasted
+from ppctl.host.processes import identity
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import count_gpus
 from ppctl.plan import Plan
@@ -53,10 +54,17 @@ def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
 def new_run(launch: Launch, started: Started) -> RunDir:
     """Make the run directory. A job that its starter has restarted goes on in the directory that it has."""
     root, name = Path(launch.config.log.dir), launch.config.log.name
-    before = root.absolute() / name / str(started.run_id)
-    if started.run_id and started.restarts and (before / "config.yaml").exists():
-        return go_on(RunDir(before), launch, last_checkpoint(RunDir(before)))
+    before = RunDir(root.absolute() / name / str(started.run_id))
+    if started.run_id and (before.path / "config.yaml").exists() and _is_restart(started, before):
+        return go_on(before, launch, last_checkpoint(before))
     return RunDir.create(root, name, lambda draft: _fill(draft, launch), started.run_id)
+
+
+def _is_restart(started: Started, before: RunDir) -> bool:
+    """Whether the starter has restarted its ranks since `before`. torchrun's agents each count the failures of their
+    own ranks alone: what all share is that rank 0 has the same parent."""
+    same_agent = started.by == "torchrun" and before.environment().get("agent") == identity(os.getppid())
+    return started.restarts > 0 or same_agent
 
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
@@ -78,6 +86,7 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
 
 def _fill(run: RunDir, launch: Launch) -> None:
     environment = environment_record(launch.config.launch.device, launch.config.launch.env)
+    environment["agent"] = identity(os.getppid())  # of rank 0, if torchrun has started it
     run.write_environment(environment | {"data": dict(launch.data), "compose_s": round(launch.compose_s, 3)})
     run.write_plan(launch.plan)
     run.add_command(launch.command)

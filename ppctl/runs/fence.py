@@ -28,9 +28,9 @@ def variables(name: str, run: Path) -> Mapping[str, str]:
     return {LIFE: f"{name} {run / 'life'}"}
 
 
-def older() -> Problem | None:
-    """The problem of a process whose run has begun a later start."""
-    name, _, file = os.environ.get(LIFE, "").partition(" ")
+def older(told: str | None = None) -> Problem | None:
+    """The problem of a process, or of one that was `told` its start, whose run has begun a later one."""
+    name, _, file = (told or os.environ.get(LIFE, "")).partition(" ")
     try:
         newest = read_text(file) if name else ""
     except FileNotFoundError:

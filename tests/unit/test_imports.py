@@ -17,6 +17,7 @@ PACKAGE = Path(ppctl.__file__).parent
 LAZY = {
     "rich": "a terminal",
     "ppctl.cli.live": "rich, on a terminal",
+    "ppctl.cli.lost": "the search, for plan --lost alone",
     "ppctl.cli.plan_from": "tables of other systems' names, for plan --from alone",
     "ppctl.data": "numpy",
     "ppctl.launch.weights": "ppctl.families, for model.from alone",

@@ -18,6 +18,7 @@ PACKAGE = Path(ppctl.__file__).parent
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 ALLOWED = {
+    ("checkpoint/writer.py", "Connection"): "its frames as bytes: send_bytes and recv_bytes, never send and recv",
     ("pretrained/from_dcp.py", "pickle"): "torch's checkpoints have an index that is a pickle",
     ("pretrained/from_dcp.py", "Unpickler"): "makes the records of such an index and nothing else",
 } | {

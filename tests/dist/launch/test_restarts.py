@@ -95,6 +95,14 @@ def test_a_job_goes_on_from_a_checkpoint_that_a_crash_left_moved_aside(run: Path
     assert {path.name for path in (run / "checkpoints").iterdir()} == names, "the next save gave it its name back"
 
 
+def test_a_job_goes_on_though_the_agent_of_rank_0_has_counted_no_restart(run: Path, text: str, tmp_path: Path) -> None:
+    """A rank of another node failed, whose agent alone has counted it."""
+    before = metrics(run)
+    codes, said = ranks(text, tmp_path, 0)
+    assert codes == [0, 0], said
+    assert only_run(tmp_path) == run and metrics(run)[:6] == before and len(metrics(run)) == 8
+
+
 def test_a_checkpoint_without_a_manifest_ends_the_job_with_3_and_a_remedy_that_goes_on(
     run: Path, text: str, tmp_path: Path
 ) -> None:

@@ -102,7 +102,7 @@ def hold(answers: Iterable[tuple], expected: tuple[list[dict], dict], first: int
     assert all(torch.equal(together[name], expected[1][name]) for name in together)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_the_run_goes_on_as_one_that_never_had_the_span(text: Path, tmp_path: Path, expected: tuple, pp: int) -> None:
     answers = run_ranks(life, pp, mapping_of(text, pp=pp), str(tmp_path), {7: 1})
     hold(answers, expected, 5)
@@ -134,6 +134,7 @@ def test_whoever_dies_beside_the_note_goes_on_alike_in_another_cut(
     assert len(steps_back(folder)) == 1
 
 
+@pytest.mark.whole
 def test_copies_in_memory_of_the_span_are_given_up_with_it(text: Path, tmp_path: Path, expected: tuple) -> None:
     mapping = mapping_of(text, pp=1, checkpoint__local=str(tmp_path / "memory"), checkpoint__local_every=1)
     with pytest.raises(RanksFailed):
@@ -141,6 +142,7 @@ def test_copies_in_memory_of_the_span_are_given_up_with_it(text: Path, tmp_path:
     hold(run_ranks(life, 1, mapping, str(tmp_path), {}, AUTO), expected, 5)
 
 
+@pytest.mark.whole
 def test_starts_from_an_earlier_checkpoint_pass_the_span_by_when_they_reach_it(
     text: Path, tmp_path: Path, expected: tuple
 ) -> None:
@@ -162,7 +164,7 @@ def test_starts_from_an_earlier_checkpoint_pass_the_span_by_when_they_reach_it(
     ("poisons", "says"),
     [
         ({7: 99}, "step 7 is bad, and the run has gone back to step-4 5 times"),
-        ({3: 1}, "step 3 is bad, and no checkpoint is 2 steps before it"),
+        pytest.param({3: 1}, "step 3 is bad, and no checkpoint is 2 steps before it", marks=pytest.mark.whole),
     ],
 )
 def test_a_run_that_cannot_go_back_stops(text: Path, tmp_path: Path, poisons: dict[int, int], says: str) -> None:
@@ -170,6 +172,7 @@ def test_a_run_that_cannot_go_back_stops(text: Path, tmp_path: Path, poisons: di
         run_ranks(life, 2, mapping_of(text, pp=2), str(tmp_path), poisons)
 
 
+@pytest.mark.whole
 def test_a_run_goes_back_over_a_step_back(text: Path, tmp_path: Path) -> None:
     """Step 7, and behind it again the same step, before a checkpoint was saved: one span from step 4 on."""
     (records, _, _), *_ = run_ranks(life, 1, mapping_of(text, pp=1), str(tmp_path), {7: 2})

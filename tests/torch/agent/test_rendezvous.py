@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from ppctl.agent import rendezvous
 from ppctl.agent.rendezvous import NodeRendezvous
-from ppctl.errors import ConfigError, TrainingError
+from ppctl.errors import TrainingError
 
 
 @pytest.fixture(autouse=True)
 def _agents_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent has them in its environment: else torch would make a store at an address with the agent's name."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # torch looks through the stack for every record of its own: with pytest's, longer than signs of life may take.
+    monkeypatch.setattr(f"{DynamicRendezvousHandler.__module__}.get_method_name", lambda depth=2: "")
 
 
 def agent(store: HashStore, name: str, nodes: int = 2, spares: int = 0, key: bytes = b"key") -> NodeRendezvous:
@@ -87,14 +89,3 @@ def test_an_agent_that_goes_calls_the_others_even_if_nobody_waits() -> None:
     first._state_holder.mark_dirty()
     first._state_holder.sync()
     assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (1, 1)
-
-
-def test_one_more_than_the_spares_is_refused_and_told_which_key_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    alive = agent(store, "0 node-0"), agent(store, "1 node-1")
-    assert meet(*alive) == [0, 1]
-    monkeypatch.setattr(rendezvous, "LOST", 0.5)
-    monkeypatch.setattr(rendezvous, "_SLOW", 0.3)
-    with pytest.raises(ConfigError, match="the run has its 2 nodes and 0 spares") as refused:
-        agent(store, "1 node-2").next_rendezvous()
-    assert refused.value.problems[0].remedy == "launch.spares=1"

@@ -74,7 +74,7 @@ def test_a_look_is_good_for_less_than_it_takes_to_be_lost(run: RunDir) -> None:
 
 
 def test_a_checkpoint_that_is_whole_gets_no_name_in_an_older_start(run: RunDir) -> None:
-    part = TensorPart("w", (1,), "float32", Box.whole((1,)))
+    part = TensorPart("w", (1,), "float32", Box((0,), (1,)))
     all_parts = [packed_parts([part])]
     temporary = checkpoint_folder.prepare(run.checkpoints, 4)
     (own,) = disk.choose(all_parts)
