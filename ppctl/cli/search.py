@@ -10,7 +10,6 @@ import argparse
 import gc
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,12 +43,12 @@ from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
 from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
 from ppctl.search.branch import Search
 from ppctl.search.contradictions import contradictions, planned_problems
-from ppctl.search.refine import refined
+from ppctl.search.refine import Refinement
 from ppctl.search.space import AXES, SEARCHED, SearchSpace
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
-_SECONDS, _REFINED = 20.0, 3  # for how long rows are refined, and how many, if nothing is asked
+_SECONDS, _REFINED = 20.0, 3  # of work that rows are refined with, and how many, if nothing is asked
 _TOLD = 2.0  # seconds between lines about a search on a pipe
 
 
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "show where this configuration stands, and what one change would give: 'tp=8 pp=4'"
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help=words)
     words = (
-        f"plan all rows again, layout=auto and more, for so long ({_REFINED} rows for {_SECONDS:g} s); 0: not at all"
+        f"plan all rows again, layout=auto and more, work of about so long ({_REFINED} rows, {_SECONDS:g} s); 0: none"
     )
     parser.add_argument("--refine", type=float, metavar="SECONDS", help=words)
     parser.add_argument("--html", metavar="FILE.html", help="draw memory against seconds of a step into a page")
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     values, measured = _values(args)
     if args.nodes is not None:
         return _frontier(args, values, measured)
-    asked = values if args.against is None else values.overridden(_asked(args.against))
+    asked = values if args.against is None else _asked(args.against, values)
     search = Search(_space(args, values), measured)
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
@@ -109,23 +108,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) -> dict[str, Any] | None:
-    """The best of rows that were planned again until the time was over, or Ctrl-C came; None if none were."""
+    """The best of rows that were planned again until work was done or Ctrl-C came; None if none were."""
     seconds, most = (_SECONDS, _REFINED) if args.refine is None else (args.refine, len(listed))
     if not seconds or not listed:
         return None
-    answer: dict[str, Any] = {"rows": len(listed[:most]), "plans": 0, "complete": False, "best": None}
-    note(f"note: refining for at most {seconds:g} s (--refine SECONDS); Ctrl-C ends it")
-    best, before = None, signal.signal(signal.SIGALRM, signal.default_int_handler)
+    again, answer = Refinement(search.space, listed[:most], seconds), dict[str, Any](complete=False, best=None)
+    note(f"note: refining, work of about {seconds:g} s (--refine SECONDS); Ctrl-C ends it")
     with suppress(KeyboardInterrupt):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            for best in refined(search.space, listed[:most]):  # noqa: B007 - the last one is the best
-                answer["plans"] += 1
-            answer["complete"] = True
-        finally:  # still in the block that takes the timer's interrupt
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-    if best is not None:
+        answer["complete"] = again.run()
+    answer |= {"rows": len(again.rows), "plans": again.plans}
+    if (best := again.best) is not None:
         line = search_text.line(args.line.overrides, search.space, best.planned.configuration, best.words)
         answer["best"] = {"row": best.row + 1, "words": best.words, "line": line}
         answer["best"]["step_time_s"] = seconds = best.planned.plan.step_time_s
@@ -162,8 +154,8 @@ def _on(args: argparse.Namespace, nodes: int) -> list[str]:
     return [*(word for word in args.line.overrides if not word.startswith("launch.nodes=")), f"launch.nodes={nodes}"]
 
 
-def _asked(text: str) -> dict[str, Any]:
-    """The values of --against."""
+def _asked(text: str, values: ConfigValues) -> ConfigValues:
+    """`values` with those of --against. Raises ConfigError with all problems if the rules forbid them."""
     try:
         line = normalise(shlex.split(text), {}, "search")
     except ValueError as error:  # a quote that is not closed
@@ -179,7 +171,10 @@ def _asked(text: str) -> dict[str, Any]:
         message = f"--against {text!r}: {next(iter(wrong), 'it has words that are no KEY=VALUE')}"
         raise ConfigError([*line.problems, Problem("PP-E105", message, "--against 'tp=8 pp=4'", PLACE)])
     follows = {SEQUENCE: asked[tp] != 1} if (tp := full_name("tp")) in asked else {}
-    return {**follows, **asked}
+    changed = values.overridden({**follows, **asked})
+    if problems := check(changed.config, changed.provenance) or planned_problems(changed):
+        raise ConfigError(problems)
+    return changed
 
 
 def _to_the_end(search: Search, *, alone: bool = False) -> bool:

@@ -180,8 +180,7 @@ def frontier(found: Sequence[tuple[Search, list[AnswerRow]]], columns: int) -> s
 def compared(search: Search, changes: Sequence[Change]) -> str:
     """Where a configuration that was asked about stands, and what one change would give."""
     first, asked = search.found[0].plan.step_time_s, changes[0]
-    if asked.step_time_s is None:
-        return "against: the rules forbid that configuration; `ppctl plan` with these words says why"
+    assert asked.step_time_s is not None  # else it is refused before the search
     faster = sum(each.plan.step_time_s < asked.step_time_s for each in search.found)
     fits = "" if asked.fits else f", and does not fit ({amount(asked.peak)} at its peak)"
     lines = [

@@ -125,7 +125,6 @@ class Scores:
         self._ranks = {own: worst_moments(row, own) for own, row in zip(stages, schedule.actions, strict=True)}
         self._price = cache(price)
         self._limit = limit
-        self._seconds: dict[tuple[int, int, int, bool], float] = {}
         self._held: dict[tuple[tuple[int, ...], tuple[StagePrice, ...]], int] = {}
 
     def of(self, stage: int, first: int = 0, count: int = 0, mtp: bool = False) -> StagePrice:
@@ -139,17 +138,6 @@ class Scores:
             self.of(stage, first, count, stage == candidate.mtp_stage)
             for stage, (first, count) in enumerate(zip(firsts, candidate.counts, strict=False))
         ]
-
-    def stage_seconds(self, candidate: Candidate) -> list[float]:
-        """Seconds of each stage for one microbatch."""
-        first, times, known = 0, [], self._seconds
-        for stage, count in enumerate(candidate.counts):
-            key = (stage, first, count, stage == candidate.mtp_stage)
-            if (seconds := known.get(key)) is None:
-                seconds = known[key] = self.of(*key).seconds
-            times.append(seconds)
-            first += count
-        return times
 
     def rank_seconds(self, times: Sequence[float]) -> list[float]:
         """Seconds of each pp_rank for a microbatch, from the times of its stages."""
@@ -165,8 +153,9 @@ class Scores:
 
     def score(self, candidate: Candidate) -> Score:
         """The candidate's score."""
-        times = self.stage_seconds(candidate)
-        excess = self.excess(self.peak(self.stage_prices(candidate))) if self._limit is not None else 0
+        prices = self.stage_prices(candidate)
+        times = [price.seconds for price in prices]
+        excess = self.excess(self.peak(prices)) if self._limit is not None else 0
         return Score(excess, max(self.rank_seconds(times)), max(times), sum(map(mul, times, times)))
 
     def promise(self, candidate: Candidate) -> tuple[Score, Candidate]:
@@ -176,7 +165,8 @@ class Scores:
     def burdened(self, candidate: Candidate) -> list[int]:
         """Stages to take layers from: the stages of the slowest rank and of the fullest device, and the slowest
         stage."""
-        prices, times = self.stage_prices(candidate), self.stage_seconds(candidate)
+        prices = self.stage_prices(candidate)
+        times = [price.seconds for price in prices]
         slowest = max(self._ranks, key=lambda own: sum(map(times.__getitem__, own)))
         stages = {*slowest, max(range(len(times)), key=times.__getitem__)}
         if self._limit is not None:

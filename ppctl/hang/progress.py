@@ -98,8 +98,8 @@ class Progress:
         """Note when a step begins, and how long the one before took (without the start-up before the first one)."""
         training = [each for each in states if each.state == "training"]
         newest = max((each.step for each in training), default=-1)
-        if newest > self._step:
+        if training and newest != self._step:
             began = min(each.since for each in training if each.step == newest)
-            if self._step >= 0:
+            if 0 <= self._step < newest:  # else the run has gone back to an earlier step
                 self._slowest = max(self._slowest, (began - self._entered) / (newest - self._step))
             self._step, self._entered = newest, began

@@ -1,8 +1,7 @@
 """Decoder blocks, and stages built from them.
 
 stage_model       the protocol that training requires of a stage's module
-stage, layer      a stage built from its StageSpec, and its layers: attention, feed_forward,
-                  router, mtp, norms, rotary, loss
+stage, layer      a stage of a StageSpec, and its layers: attention, feed_forward, router, mtp, norms, rotary, loss
 linear            every product with a weight; fp8: in 8 bits
 kernels           which kernels a device runs; attention and block_attention call them; outside_kernels: those
                   that are not ppctl's

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
 
 from ppctl.cost.layout_scores import Candidate, StagePrice
 from ppctl.cost.layout_search import SearchResult, Simulated, search_layout
-from ppctl.geometry.layers import Layer
+from ppctl.geometry.layers import Layer, alike
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
@@ -34,8 +34,7 @@ def balanced_cut(
 ) -> LayoutCut:
     """The best layout of as many stages as `cut` has, with what it was compared with."""
     config, model = values.config, values.config.model
-    mtp, per_stage = model.mtp_num_layers or 0, config.train.recompute_stages is not None
-
+    mtp, known = model.mtp_num_layers or 0, dict[Hashable, StagePrice]()
     last = len(cut.layout.stages) - 1
 
     def price(stage: int, first: int, count: int, has_mtp: bool) -> StagePrice:
@@ -45,18 +44,13 @@ def balanced_cut(
             *(Layer("mtp", index) for index in range(mtp if has_mtp else 0)),
             *([Layer("loss")] if stage == last else []),
         )
-        return priced(layers, stage if per_stage else 0)
+        if (key := alike(model, config.train, stage, layers)) not in known:
+            cost = priced(stage, layers, False)
+            held = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
+            known[key] = StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, *held, cost.message_s)
+        return known[key]
 
-    pricing = pricer(config, sizes, batch.micro_batch_size, measured)
-
-    @cache
-    def priced(layers: tuple[Layer, ...], stage: int) -> StagePrice:
-        cost = pricing(stage, layers, False)
-        state, activation, deferred = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
-        return StagePrice(
-            cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation, deferred, cost.message_s
-        )
-
+    priced = pricer(config, sizes, batch.micro_batch_size, measured)
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
     ranks = rank_pricer(config, stages, sizes, batch.micro_batch_size)(schedule)
     device, limit = device_limit(config, sizes), None

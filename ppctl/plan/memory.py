@@ -8,10 +8,10 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameter_counts import largest_matrices, on_device, stage_count, trained_count, untrained_bytes
+from ppctl.cost.parameter_counts import Count, largest_matrices, on_device, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATOR_OF, ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,
@@ -353,13 +353,17 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
             trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
         if config.cost.stack == MEGATRON and sharding == "full":  # two layers at once; gradients leave layer by layer
-            pair = sorted((trained_count(model, [layer]) for layer in layers), key=Counter.total)[-2:]
-            there = passing(sum(pair, Counter()), sizes, precision, matrices)
+            there = passing(largest_pair(model, layers), sizes, precision, matrices)
             return held._replace(weights=there.weights, gradients=there.gradients)
         # If weights stay whole, what is gathered for a first forward lies beside them until then.
         return held if sharding == "full" else held._replace(weights=0, arriving=held.weights + held.arriving)
 
     return {stage.stage: of(stage.layers) for stage in own}
+
+
+def largest_pair(model: ModelConfig, layers: Sequence[Layer]) -> Count:
+    """Trained parameters of the two largest layers, whose weights Megatron gathers at once."""
+    return sum(sorted((trained_count(model, [layer]) for layer in layers), key=Counter.total)[-2:], Counter())
 
 
 def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:

@@ -304,9 +304,9 @@ class _RankProcess:
             saves,
             LiveState(heartbeat, alarm, clock, self.stop, loaded),
             TorchProfile(session, run.path),
+            replay,  # inside of whatever watches stages: it runs them again, and that is no work of the step
             KeptGradients(session, run.gradients),
             ReplicaCheck(session),
-            replay,
             StepTraces(session, lambda measured: run.write_measured_step(measured.step, measured.to_json())),
             *self.followers,
             *writers,

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.host.files import open_regular, read_json, read_whole, write_atomically
 from ppctl.records.json_reader import Count
+from ppctl.runs import fence
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -287,7 +288,8 @@ def publish(directory: Path, step: int) -> Path:
 
 
 def add_step_back(directory: Path, back: StepBack) -> None:
-    """Note a step back, in one rename: from it on every start reads the state that the run has gone back to."""
+    """Note a step back, in one rename: later starts go by it. Raises TrainingError (PP-E779) in an older start."""
+    fence.check(at_once=True)  # else it would give up what the newer start has saved
     write_atomically(directory / PASSED, json.dumps([*steps_back(directory), back]) + "\n")
     sync(directory)
 

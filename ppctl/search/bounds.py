@@ -23,7 +23,7 @@ from ppctl.cost.times import optimizer_seconds
 from ppctl.errors import ScheduleError
 from ppctl.geometry.layers import Kind, Layer, layer_kinds
 from ppctl.host.accelerators import MEGATRON
-from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.memory import device_of, largest_pair, setting_of
 from ppctl.plan.memory_limit import GRANULARITY, device_limit
 from ppctl.plan.prices import machine_for, pricer, reduction, simulation_costs
 from ppctl.plan.profile import Profile
@@ -59,18 +59,15 @@ class StagePrices:
     def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> StageCost:
         """The cost of a stage."""
         if like not in self._costs:
-            self._costs[like] = self._price(stage, layers, last, self._activations(layers, stage, like))
+            self._costs[like] = self._price(stage, layers, last, self.activations(layers, stage, like))
         return self._costs[like]
 
-    def _activations(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> StageActivations:
+    def activations(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> StageActivations:
+        """What a stage keeps of a microbatch, and what lives beside it."""
         if like not in self._alive:
             model = self.config.model
             self._alive[like] = stage_activations(model, layers, self.setting, stage, self._bytes_of_kind)
         return self._alive[like]
-
-    def beside(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> int:
-        """Bytes that live beside what a stage keeps while its backward runs."""
-        return self._activations(layers, stage, like).in_backward
 
     def sample_seconds(self, *, hidden: bool) -> dict[Kind, tuple[float, float]]:
         """The least seconds of a sample's forward and backward in a layer of a kind, in microbatches of this size and
@@ -296,6 +293,13 @@ class PipelineBounds:
             for rank, moment, _ in rounds.filled
         )
 
+    @cached_property
+    def _pairs(self) -> list[int]:
+        """Stage -> elements of the layers that are there at once where weights come and go by layers."""
+        model, layers = self.share.config.model, dict(zip(self.cut.like, self.cut.layers, strict=True))
+        at_once = {like: sum(on_device(largest_pair(model, own), self.division.sizes)) for like, own in layers.items()}
+        return [at_once[like] for like in self.cut.like]
+
     def _held(
         self, own: tuple[int, ...], state: State, moment: FullestMoment, every: int, splits: bool, sharding: str
     ) -> float:
@@ -305,12 +309,11 @@ class PipelineBounds:
             held += (every or number) * self.costs[stage].activation_bytes
             held += later * self._put_off(stage) if later else 0
         if not splits and (runs := own[moment.runs]) >= self.cut.frozen:
-            held += self.share.beside(self.cut.layers[runs], runs, self.cut.like[runs])
+            held += self.share.activations(self.cut.layers[runs], runs, self.cut.like[runs]).in_backward
         if sharding == "none" or (sharding != "full" and not division.partial):
             return held + state.weights + state.gradients
-        if division.by_layers and sharding == "full":
-            return held
-        sizes = [self.elements[stage] for stage in own]
+        there = self._pairs if division.by_layers and sharding == "full" else self.elements
+        sizes = [there[stage] for stage in own]
         summed = sum(size for size, here in zip(sizes, moment.summing, strict=True) if here)
         gathered = sum(size for size, number in zip(sizes, moment.begun, strict=True) if number)
         weights = division.precision.weight * gathered if sharding == "full" else state.weights

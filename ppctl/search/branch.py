@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from heapq import heappop, heappush
 from itertools import groupby, product
 from operator import itemgetter
@@ -138,7 +138,8 @@ class Tree:
         self.divisions.append(axes)
         self._least = 0.0
         division, sharding = Division(self._config, sizes), space.shardings(sizes)[-1]
-        if self._state(division, sharding) / sizes.pp > division.available:
+        state = division.state(self.whole, [0], sharding)
+        if division.certain(state, sharding) / sizes.pp > division.available:
             counts.memory += size
             return
         of = axes._replace(recomputation=space.recomputations[0], data_parallel_sharding=sharding)
@@ -202,17 +203,14 @@ class Tree:
                 of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
                 self._add(self._step(0.0, of_one, pipeline, batch), 1, "closer", of_one, pipeline, batch)
 
-    def closer(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
-        """One configuration, by a chain of operations of its schedule."""
-        key = (of._replace(data_parallel_sharding=""), "chain")
-        call = self._once(key, lambda: pipeline.along_chain(self.rounds(of, batch[1], STEADY), batch[1]))
-        self._add(self._step(call, of, pipeline, batch), 1, "closest", of, pipeline, batch)
+    def _bounded(self, bound: str, level: str, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
+        """One configuration, by a bound of its schedule that is closer than the closed form."""
+        key = of._replace(data_parallel_sharding=""), bound
+        call = self._once(key, lambda: getattr(pipeline, bound)(self.rounds(of, batch[1], STEADY), batch[1]))
+        self._add(self._step(call, of, pipeline, batch), 1, level, of, pipeline, batch)
 
-    def closest(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
-        """One configuration, by the pace of a few rounds of its schedule with messages."""
-        key = (of._replace(data_parallel_sharding=""), "seconds")
-        call = self._once(key, lambda: pipeline.simulated(self.rounds(of, batch[1], STEADY), batch[1]))
-        self._add(self._step(call, of, pipeline, batch), 1, "plan", of)
+    closer = partialmethod(_bounded, "along_chain", "closest")
+    closest = partialmethod(_bounded, "simulated", "plan")
 
     @staticmethod
     def _step(call: float, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> float:
@@ -243,10 +241,6 @@ class Tree:
         seconds = sum(number * sum(least[kind]) for kind, number in self.whole.kinds[0].items())
         return float(self.space.values["gbs"] / sizes.dp / sizes.pp * seconds)
 
-    def _state(self, division: Division, sharding: str) -> int:
-        """Bytes of state that all stages have together at least."""
-        return division.certain(division.state(self.whole, [0], sharding), sharding)
-
     def _cut(self, pp: int, vpp: int) -> Cut:
         """The layers of the stages of so many chunks per rank, for which there is a layout."""
         layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
@@ -265,17 +259,12 @@ class Search:
 
     def __init__(self, space: SearchSpace, measured: Profile | None = None) -> None:
         self.space, self.tree = space, Tree(space, measured)
-        self.found: list[Planned] = []
+        self.counts, self.found = self.tree.counts, list[Planned]()
         self.over: list[Planned] = []
         """Planned, and larger than the device."""
         self.proved = self.compared = self.counted = False
         """Whether nothing is left that is faster by more than CLOSE, other divisions were looked at, and all are in
         `counts`."""
-
-    @property
-    def counts(self) -> Counts:
-        """The numbers of configurations so far."""
-        return self.tree.counts
 
     @property
     def least(self) -> float:
@@ -347,18 +336,14 @@ class Search:
                     yield self
 
     def _plan_one(self, branch: Branch) -> None:
-        if self.plan(branch.parts[0], branch.seconds) is None:
-            self.counts.rules += 1
-        else:
-            self.counts.planned += 1
-
-    def plan(self, of: Configuration, bound: float) -> Planned | None:
-        """The plan of one configuration, kept where it belongs; None if a rule forbids it."""
+        """Plan a single configuration, and keep the plan where it belongs, unless a rule forbids it."""
+        of = branch.parts[0]
         plan = plan_alone(self.space.values_of(of)) if self.space.obeys(of) else None
         if plan is None or not plan.timing.pipeline_s:
-            return None
-        planned = Planned(of, plan, bound)
+            self.counts.rules += 1
+            return
+        self.counts.planned += 1
+        planned = Planned(of, plan, branch.seconds)
         kept = self.found if planned.fits else self.over
         kept.append(planned)
         kept.sort(key=lambda each: each.order)
-        return planned

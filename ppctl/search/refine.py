@@ -1,12 +1,14 @@
 """The rows of an answer planned again with what a search leaves out: recomputation of some stages, layers kept in host
 memory, and the searches for a schedule and a layout, each on top of what has helped.
 
-Knows which of them a config leaves free. Must not know how those searches work, nor clocks.
+Knows which of them a config leaves free, and about how long they take. Must not know how those searches work, nor
+clocks: work is counted before it is done, so that the answer is the same on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
@@ -22,6 +24,10 @@ from ppctl.search.answer import AnswerRow
 from ppctl.search.branch import Planned
 from ppctl.search.space import Configuration, SearchSpace
 
+_ACTION_S, _SCHEDULE_S, _LAYOUT_S, _STAGE_S, _NAMED = 8e-6, 2.0, 1.0, 0.1, 7
+"""About the seconds of a core of 2026 for each action of a plan, for a search for a schedule, for one for a layout, and
+for each of its stages. Where both are searched, a layout is found for every named schedule: about so many."""
+
 
 class Refined(NamedTuple):
     """A configuration of a row, planned with more words."""
@@ -31,29 +37,62 @@ class Refined(NamedTuple):
     words: Overrides
 
 
-def refined(space: SearchSpace, rows: Sequence[AnswerRow]) -> Iterator[Refined | None]:
-    """After every plan the fastest so far of those that fit; None until one is faster than the first row. A caller with
-    little time interrupts a plan: a search for a layout can take a minute."""
-    best = Refined(0, rows[0].planned, {})
-    for number, row in enumerate(rows):
-        for own in _of_row(space, Refined(number, row.planned, {})):
-            best = min(best, own, key=lambda each: each.planned.plan.step_time_s)
-            yield best if best.words else None
+@dataclass
+class Refinement:
+    """Rows planned again."""
 
+    space: SearchSpace
+    rows: Sequence[AnswerRow]
+    left: float
+    """Seconds of work: before a plan is made, its share is taken; without enough left for it, it is left out."""
+    best: Refined | None = None
+    """The fastest so far that is faster than the first row, and fits."""
+    plans: int = 0
+    complete: bool = True
 
-def _of_row(space: SearchSpace, best: Refined) -> Iterator[Refined]:
-    """The fastest so far of a row, after every plan."""
-    of = best.planned.configuration
-    if GRANULARITY not in space.fixed and of.recomputation != "none":
-        none = of._replace(recomputation="none")
-        if words := _some_stages(plan_alone(space.values_of(none))):
-            yield (best := _faster(space, best, of, words))
-        most = max(len(stage.layers) for stage in best.planned.plan.stages)
-        for power in range(0 if space.values.is_set(SWITCH) else most.bit_length()):
-            yield (best := _faster(space, best, none, {SWITCH: True, LAYERS: 2**power}))
-    for key in (SCHEDULE, "layout") if of.pp > 1 else ():
-        if key not in space.fixed and not space.values.source(key).startswith(PLACE):
-            yield (best := _faster(space, best, best.planned.configuration, {**best.words, key: AUTO}))
+    def run(self) -> bool:
+        """Refine; returns whether no plan was left out. An interrupt leaves `best`."""
+        for number, row in enumerate(self.rows):
+            self._refine(Refined(number, row.planned, {}))
+        return self.complete
+
+    def _refine(self, own: Refined) -> None:
+        """Try what a row leaves free, each on top of what has helped."""
+        of, space = own.planned.configuration, self.space
+        if GRANULARITY not in space.fixed and of.recomputation != "none":
+            none, most = of._replace(recomputation="none"), max(len(stage.layers) for stage in own.planned.plan.stages)
+            if words := _some_stages(self._plan(own, none, {})):
+                own = self._faster(own, of, words)
+            for power in range(0 if space.values.is_set(SWITCH) else most.bit_length()):
+                own = self._faster(own, none, {SWITCH: True, LAYERS: 2**power})
+        for key in (SCHEDULE, "layout") if of.pp > 1 else ():
+            if key not in space.fixed and not space.values.source(key).startswith(PLACE):
+                own = self._faster(own, own.planned.configuration, {**own.words, key: AUTO})
+
+    def _faster(self, own: Refined, of: Configuration, words: Overrides) -> Refined:
+        """The configuration with `words` if it is faster and fits; else `own`."""
+        plan = self._plan(own, of, words)
+        if plan is None or plan.problems or not 0 < plan.step_time_s < own.planned.plan.step_time_s:
+            return own
+        if not (faster := Refined(own.row, Planned(of, plan, 0.0), words)).planned.fits:
+            return own
+        first = self.rows[0].planned if self.best is None else self.best.planned
+        self.best = faster if plan.step_time_s < first.plan.step_time_s else self.best
+        return faster
+
+    def _plan(self, own: Refined, of: Configuration, words: Overrides) -> Plan | None:
+        """The plan of a configuration with `words`; None if a rule forbids it, or too little is left for it."""
+        values = self.space.values_of(of).overridden(words)
+        if check(values.config, values.provenance):
+            return None
+        plan, layouts = own.planned.plan, _NAMED if words.get(SCHEDULE) == AUTO else 1
+        share = _ACTION_S * sum(map(len, plan.schedule.actions)) + _SCHEDULE_S * (layouts > 1)
+        share += layouts * (_LAYOUT_S + _STAGE_S * len(plan.stages)) * (words.get("layout") == AUTO)
+        if share > self.left:
+            self.complete = False
+            return None
+        self.left, self.plans = self.left - share, self.plans + 1
+        return plan_alone(values)
 
 
 def _some_stages(plan: Plan | None) -> Overrides:
@@ -63,12 +102,3 @@ def _some_stages(plan: Plan | None) -> Overrides:
     over = {cost.pp_rank for cost in plan.pp_ranks if cost.peak_bytes > plan.limit.available_bytes}
     chosen = [number for number, stage in enumerate(plan.stages) if stage.pp_rank in over]
     return {RECOMPUTED: chosen} if 0 < len(chosen) < len(plan.stages) else {}
-
-
-def _faster(space: SearchSpace, best: Refined, of: Configuration, words: Overrides) -> Refined:
-    """The configuration with `words` if it is faster and fits; else `best`."""
-    values = space.values_of(of).overridden(words)
-    plan = None if check(values.config, values.provenance) else plan_alone(values)
-    if plan is None or plan.problems or not 0 < plan.step_time_s < best.planned.plan.step_time_s:
-        return best
-    return Refined(best.row, planned, words) if (planned := Planned(of, plan, 0.0)).fits else best

@@ -22,7 +22,7 @@ TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
 
 
 class Start(NamedTuple):
-    """Where a run begins: completed steps, the position in the data, and the checkpoint that it continues from."""
+    """Where a run begins: completed steps, position in the data, its checkpoint, and positions that it passes by."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -105,7 +105,7 @@ class Callback:
         """The program that the engine calls for a stage in place of `program`, which it may watch.
 
         `first` is the step's microbatch that is number 0 of the schedule call. Asked before the first step, and again
-        if the batch grows.
+        if the batch grows or the run goes back.
         """
         return program
 

@@ -48,11 +48,10 @@ class ReplayCheck(Callback):
     def coverage(self) -> str:
         """How much of the run's work on this rank is compared; empty if nothing is."""
         units = self.session.plan.gradient_accumulation_steps * self.session.plan.num_microbatches * len(self.chosen)
-        share = (
-            f"{100 / max(units * self.every, 1):.3g} % of its forwards and backwards, no optimizer, no sum over ranks"
-        )
-        text = f"1 of {units:,} microbatches of a rank's stages twice, every {self.every:,} steps: {share}"
-        return text if units * self.every else ""
+        if not units * self.every:
+            return ""
+        share = f"{100 / (units * self.every):.3g} % of its forwards and backwards, no optimizer, no sum over ranks"
+        return f"1 of {units:,} microbatches of a rank's stages twice, every {self.every:,} steps: {share}"
 
     def pre_step(self, step: int) -> None:
         """Choose what is computed twice in this step, if anything is."""

@@ -19,6 +19,7 @@ LAZY = {
     "ppctl.cli.live": "rich, on a terminal",
     "ppctl.cli.lost": "the search, for plan --lost alone",
     "ppctl.cli.plan_from": "tables of other systems' names, for plan --from alone",
+    "ppctl.launch.kubernetes": "yaml and all of a plan, for runs of a cluster alone",
     "ppctl.data": "numpy",
     "ppctl.launch.weights": "ppctl.families, for model.from alone",
     "ppctl.config.yaml_file": "yaml",

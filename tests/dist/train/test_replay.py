@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from axis_runs import MaskedBatches, world_of
 from axis_runs import config_of as config_over
+from command import TINY, ppctl
 from dense_runs import config_of, session_of
 from own_worlds import in_own_worlds
 from ranks import run_ranks
@@ -218,3 +219,17 @@ def test_two_hundred_quiet_steps_raise_no_alarm(text: Path) -> None:
     config = config_of(text, pp=2, vpp=1, m=2, replay=1, deterministic_mode=True)
     config.train.steps = 200
     assert run_ranks(quiet, 2, to_mapping(config), 200) == [200, 200]
+
+
+@pytest.mark.whole
+def test_what_a_step_keeps_of_its_messages_has_no_replay_in_it(tmp_path: Path) -> None:
+    kept = {}
+    for replay in (0, 1):
+        words = ("+recipe=quickstart", *TINY, "pp=2", "vpp=1", "layout=null", "steps=2", "log.gradients=2:3")
+        words += ("parallel.deterministic_mode=true", f"train.replay={replay}")
+        (own := tmp_path / str(replay)).mkdir()
+        run = ppctl("train", *words, cwd=own)
+        assert run.returncode == 0, run.stdout + run.stderr
+        (file,) = own.rglob("gradients/step-2/messages.json")
+        kept[replay] = file.read_text()
+    assert kept[1] == kept[0]

@@ -303,6 +303,15 @@ def test_the_adaptive_limit_is_never_short() -> None:
     assert progress.limit(standing("training", 3, 3.0)) == LEAST
 
 
+def test_a_run_that_goes_back_keeps_the_limit_of_its_steps() -> None:
+    """Loading and the steps up to the bad one again are no one step."""
+    progress = Progress(Limits(start=30, first_step=3600, step=None), now=0.0)
+    for place, step in enumerate([*range(10), *range(4, 12)]):
+        since = 20.0 * place + 600.0 * (place > 9)
+        progress.late(standing("training", step, since), since)
+    assert progress.limit(standing("training", 11, 0.0)) == TIMES * 20.0
+
+
 def test_a_finished_job_is_never_late() -> None:
     progress = Progress(Limits(start=30, first_step=60, step=1), now=0.0)
     assert progress.late(standing("done", 9, 1.0), 1e6) is None

@@ -12,6 +12,7 @@ from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts
 from ppctl.errors import PpctlError, TrainingError
 from ppctl.runs import checkpoint_folder, fence
+from ppctl.runs.checkpoint_folder import StepBack
 from ppctl.runs.run_starts import begin_start, set_aside
 from ppctl.runs.rundir import RunDir
 
@@ -34,6 +35,7 @@ WRITES: dict[str, Callable[[RunDir], object]] = {
     "heartbeats": lambda run: run.write_heartbeats("node-1", {"host": "node-1", "time": 0.0, "ranks": []}),
     "earlier metrics": lambda run: run.drop_metrics_from(1),
     "a flight record": lambda run: run.write_flight_record("gloo", 0, b""),
+    "a step back": lambda run: checkpoint_folder.add_step_back(run.checkpoints, StepBack(7, 4, 32, 56)),
 }
 
 
@@ -44,7 +46,7 @@ def files(run: RunDir) -> dict[str, bytes]:
 @pytest.mark.parametrize("what", WRITES)
 @pytest.mark.parametrize("later", ["by an agent", "by another launcher"])
 def test_it_is_refused_once_a_later_start_has_begun(run: RunDir, what: str, later: str) -> None:
-    for name in ("heartbeats", "errors"):
+    for name in ("heartbeats", "errors", "checkpoints"):
         (run.path / name).mkdir(exist_ok=True)
     run.add_metrics({"step": 1})
     if later == "by an agent":

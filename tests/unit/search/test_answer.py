@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from itertools import count
+
 import pytest
 
 from ppctl.config.compose import compose
 from ppctl.host.accelerators import preset
-from ppctl.plan import memory
+from ppctl.plan import Plan, memory
 from ppctl.plan.build import plan_alone
 from ppctl.plan.memory import device_of
 from ppctl.plan.violations import ConfigValues
+from ppctl.search import refine
 from ppctl.search.answer import PRICES, AnswerRow, moved, rows, step_seconds
 from ppctl.search.branch import Planned, Search
-from ppctl.search.refine import refined
+from ppctl.search.refine import Refinement
 from ppctl.search.space import Configuration, SearchSpace
 from tests.helpers.small_spaces import space
 
@@ -77,8 +81,40 @@ def test_a_row_that_computes_all_again_does_so_where_it_must(
     full = of._replace(recomputation="full")
     plan = plan_alone(drawn.values_of(full))
     assert plan is not None and Planned(full, plan, 0.0).fits
-    best = [*refined(drawn, [AnswerRow(Planned(full, plan, 0.0), {}, ())])][-1]
+    again = Refinement(drawn, [AnswerRow(Planned(full, plan, 0.0), {}, ())], 100.0)
+    assert again.run()
+    best = again.best
     assert best is not None and word in best.words
     assert best.planned.fits and best.planned.plan.step_time_s < plan.step_time_s
-    again = plan_alone(drawn.values_of(best.planned.configuration).overridden(best.words))
-    assert again is not None and again.step_time_s == best.planned.plan.step_time_s
+    plan = plan_alone(drawn.values_of(best.planned.configuration).overridden(best.words))
+    assert plan is not None and plan.step_time_s == best.planned.plan.step_time_s
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.003, 100.0])
+def test_a_refinement_is_the_same_on_a_slow_machine_and_beside_clocks_that_jump(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed = compose([*PIPELINE, "launch.device_memory=40GiB"])
+    drawn = SearchSpace(ConfigValues(composed.config, composed.provenance))
+    of = Configuration(1, 1, 4, 1, 1, 1, "full", 1, "1f1b", "none")
+    plan = plan_alone(drawn.values_of(of))
+    assert plan is not None
+    listed = [AnswerRow(Planned(of, plan, 0.0), {}, ())] * 3
+
+    def answer() -> tuple[int, bool, tuple[int, dict, float] | None]:
+        again = Refinement(drawn, listed, seconds)
+        complete, best = again.run(), again.best
+        return again.plans, complete, best and (best.row, best.words, best.planned.plan.step_time_s)
+
+    quick, jumps = answer(), count(time.time(), 3600.0)
+
+    def slow(values: ConfigValues) -> Plan | None:
+        time.sleep(0.02)
+        return plan_alone(values)
+
+    monkeypatch.setattr(refine, "plan_alone", slow)
+    for clock in ("time", "monotonic", "perf_counter", "process_time"):
+        monkeypatch.setattr(time, clock, lambda: next(jumps))
+    assert answer() == quick
+    every = 3 * (1 + (3).bit_length())
+    assert (quick[0] == 0, 0 < quick[0] < every, quick[1]) == (seconds == 0, seconds == 0.003, seconds == 100)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -211,10 +210,27 @@ def test_a_refined_line_is_the_faster_plan_that_it_promises(capsys: pytest.Captu
     assert f"{refined['best']['faster']:.1%} faster than the first with layout=auto:\n{refined['best']['line']}" in text
 
 
-def test_refining_ends_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    refined = answer(capsys, "--refine", "0.000001")["refined"]
+def test_refining_ends_when_too_little_is_left_for_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    refined = answer(capsys, *UNEVEN, "launch.device_memory=2GiB", "--refine", "0.000001")["refined"]
     assert (refined["complete"], refined["best"], refined["plans"]) == (False, None, 0)
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_an_interrupt_ends_refining_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ppctl.search.refine.plan_alone", interrupted)
+    refined = answer(capsys, *UNEVEN, "launch.device_memory=2GiB", "--refine", "60")["refined"]
+    assert (refined["complete"], refined["best"], refined["plans"]) == (False, None, 1)
+
+
+def test_a_comparison_with_what_a_rule_forbids_is_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Search, "run")
+    assert main(["search", *SMALL, "--against", "tp=3"]) == 2
+    said = capsys.readouterr()
+    assert "error PP-E" in said.err and "tp" in said.err and not said.out
 
 
 @pytest.mark.parametrize("asked", ["tp='8", "tp=abc", "tp=0", "recipe=quickstart", "nodes=2", ""])
