@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -152,7 +153,8 @@ def _to_the_end(agent: NodeAgent, host: str, port: str) -> JobOutcome | None:
         message = f"the host of the rendezvous, {host}:{port}, does not answer any more"
         raise TrainingError(Problem("PP-E656", message, remedy)) from error
     agent.rendezvous.shutdown()
-    return job_outcome(run, 1, ended=ended)
+    outcome = job_outcome(run, 1, ended=ended)
+    return replace(outcome, report=f"go on with: {remedy}") if outcome.exit_code == STOPPED else outcome
 
 
 if __name__ == "__main__":

@@ -78,7 +78,12 @@ def _next(run: RunDir, report: dict[str, Any]) -> str | None:
         with suppress(PpctlError, OSError):
             return longer(report["path"], run.read_config())
     if state in ("failed", "stopped", "interrupted", LOST):
-        return f"{program()} resume {where}" if report["checkpoint"] else report["command"]
+        if report["checkpoint"] is None:
+            return report["command"]
+        by_agents = (readable(run.environment) or {}).get("starts")
+        return (
+            f"{program()} node --rendezvous HOST:29500 --resume {where}" if by_agents else f"{program()} resume {where}"
+        )
     return None
 
 

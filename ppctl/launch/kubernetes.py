@@ -172,7 +172,7 @@ def _ask(what: str, call: Callable[..., Any], *arguments: Any, may_be_missing: b
         if may_be_missing and error.status == 404:
             return None
         try:
-            words = json.loads(error.body)["message"]
+            words = json.loads(error.body or "")["message"]
         except (TypeError, ValueError, LookupError):
             words = error.reason
         message, remedy = f"the cluster refused to {what}: {error.status} {words}", "kubectl auth can-i --list"

@@ -335,9 +335,8 @@ def _tied_sum(
 ) -> int:
     """Bytes of a tied token embedding's gradient that a rank receives from another stage after the schedule."""
     model = config.model
-    if not any(embedding_uses(model, stage.layers) for stage in own):
-        return 0
-    if sum(len(embedding_uses(model, stage.layers)) for stage in stages) < 2:
+    uses = sum(len(embedding_uses(model, stage.layers)) for stage in stages)
+    if uses < 2 or not any(embedding_uses(model, stage.layers) for stage in own):
         return 0
     elements = -(-model.vocab_size // sizes.tp) * model.hidden_size
     return precision_of(config).gradient * (elements if sharding == "none" else -(-elements // (sizes.dp * sizes.cp)))
