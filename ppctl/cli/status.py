@@ -78,12 +78,11 @@ def _next(run: RunDir, report: dict[str, Any]) -> str | None:
         with suppress(PpctlError, OSError):
             return longer(report["path"], run.read_config())
     if state in ("failed", "stopped", "interrupted", LOST):
+        command: str | None = report["command"]
         if report["checkpoint"] is None:
-            return report["command"]
+            return command
         by_agents = (readable(run.environment) or {}).get("starts")
-        return (
-            f"{program()} node --rendezvous HOST:29500 --resume {where}" if by_agents else f"{program()} resume {where}"
-        )
+        return f"{program()} {'node --rendezvous HOST:29500 --resume' if by_agents else 'resume'} {where}"
     return None
 
 

@@ -20,7 +20,13 @@ from ppctl.host.private_files import make_directory, own_directory
 from ppctl.host.processes import boot
 
 PACKAGE = Path(ppctl.__file__).parent
-ELSEWHERE = {"/dev/shm": {"cli/doctor.py": "asks how much room is there"}, "tempfile": {}}
+ELSEWHERE = {
+    "/dev/shm": {
+        "cli/doctor.py": "asks how much room is there",
+        "launch/kubernetes_objects.py": "mounts memory there in a pod of its own",
+    },
+    "tempfile": {},
+}
 """What only `private_files` may name, and other files that do, with the reason."""
 STRANGER = 65534
 PREFIX = f"ppctl-{os.geteuid()}-{boot()[:8]}-"
