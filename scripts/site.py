@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 GUIDES = (
     "install", "first-hour", "configs", "migrating", "planning", "searching", "schedules", "rehearsing", "runs",
-    "tracing", "slurm", "data", "hugging-face", "architectures", "own-modules", "status",
+    "tracing", "slurm", "kubernetes", "data", "hugging-face", "architectures", "own-modules", "status",
 )  # fmt: skip
 """The guides that come first, in this order; all others of docs/ follow by name."""
 

@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from ppctl.agent import lives
 from ppctl.agent.rendezvous import LOST, NodeRendezvous
 from ppctl.errors import Problem
+from ppctl.host.processes import HANDED_OVER
 from ppctl.launch.environment import default_variables, rank_variables
 from ppctl.launch.outcome import Exit, failures
 from ppctl.launch.process import LAST_LINES, Standby, copy_lines, writer_to
@@ -40,7 +41,7 @@ from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import SECRET
 
-_FINAL, _LOOK, _LOADED = (2, 3, 4), 0.1, 5.0
+_FINAL, _LOOK, _LOOK_LOADED = (2, 3, 4), 0.1, 5.0
 _KILLED, _STOP_GRACE = 30.0, 60.0
 """Seconds that killed ranks have to be gone (a driver may take long), and asked ranks to save and leave."""
 
@@ -50,7 +51,7 @@ class NodeAgent(SimpleElasticAgent):
     store, which proves by the run's secret. Make it, and call `run`, in the main thread: that raises
     RendezvousClosedError when the job ends early, and SystemExit if this agent leaves alone."""
 
-    _standbys: ClassVar[list[Standby]] = []
+    _standbys: ClassVar[list[Standby]] = []  # of this process, in which one agent may follow another
 
     def __init__(
         self, shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, rendezvous: NodeRendezvous
@@ -69,7 +70,7 @@ class NodeAgent(SimpleElasticAgent):
     # torch's methods for processes
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._prepare(worker_group.spec.local_world_size)
+        self._prepare(worker_group.spec.local_world_size)  # they import while agents wait for each other
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -82,7 +83,7 @@ class NodeAgent(SimpleElasticAgent):
             self._ranks.append(self._standbys.pop(0))
             arguments = ["--join"] if rank else ["--publish", str(run.path)]
             self._ranks[-1].become(rank, arguments, self._variables(number, rank, worker.local_rank), run.log(rank))
-        self._next_look = time.monotonic() + _LOADED
+        self._next_look = time.monotonic() + _LOOK_LOADED
         if self._ranks and self._ranks[0].stdout is not None:
             self._output = copy_lines(self._ranks[0].stdout, writer_to(sys.stdout))
         return {local: rank.rank for local, rank in enumerate(self._ranks)}
@@ -96,7 +97,7 @@ class NodeAgent(SimpleElasticAgent):
             if time.monotonic() > self._next_look:
                 loaded = "start_up" in run.status()
                 self._prepare(len(codes) * loaded, nice=10)  # beside training
-                self._next_look = math.inf if loaded else time.monotonic() + _LOADED
+                self._next_look = math.inf if loaded else time.monotonic() + _LOOK_LOADED
             return RunResult(State.HEALTHY if None in codes.values() else State.SUCCEEDED, codes)
         if run.result():  # written when all ranks had done their work
             return RunResult(State.SUCCEEDED, codes)
@@ -161,6 +162,8 @@ class NodeAgent(SimpleElasticAgent):
 
     def _prepare(self, count: int, nice: int = 0) -> None:
         """Let `count` processes wait to become ranks; those that have ended, or have another environment, do not."""
+        for other in (each for each in self._standbys if each.environment != self._environment):
+            other.send_to_group(signal.SIGKILL)
         fit = [each for each in self._standbys if each.environment == self._environment and each.poll() is None]
         self._standbys[:] = [*fit, *(Standby(self._environment, nice) for _ in range(count - len(fit)))]
 
@@ -171,7 +174,7 @@ class NodeAgent(SimpleElasticAgent):
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         own |= {SECRET: self._sealed.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
         self._life = own[fence.LIFE]
-        return own
+        return own | {HANDED_OVER: str(time.monotonic())}
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         alive = [rank for rank in self._ranks if rank.returncode is None]

@@ -235,7 +235,7 @@ def summary(name: str) -> str:
 
 def keys_of(section: str) -> list[Key]:
     """The keys of `section` (such as `model`) whose value can be given as text, on a command line or in a file."""
-    return [key for key in text_keys().values() if key.name.startswith(f"{section}.")]
+    return [key for key in text_keys().values() if key.name.rpartition(".")[0] == section]
 
 
 def contents() -> dict[str, Any]:

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import os
-import time
+from typing import Any
 
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
+from ppctl.launch.slurm import JobState
 from ppctl.runs.finding import find_run, last_checkpoint
 from ppctl.runs.rundir import RunDir
 
 add_arguments = add_run_arguments
 
 
-def job_of(run: RunDir) -> slurm.JobState | None:
+def job_of(run: RunDir) -> JobState | None:
     """The job of a run; None if the run was not submitted, or its job.json names something else than a job."""
     record = run.job()
     if "job" not in record:
         return None
-    return slurm.state(record["job"], record.get("cluster", ""))
+    state: JobState = _system_of(record["job"]).state(record["job"], record.get("cluster", ""))
+    return state
 
 
-def combined_state(state: str, job: slurm.JobState | None) -> str:
-    """The run's state in its directory, corrected by the state of its job: SLURM may have ended or requeued the job."""
+def _system_of(job: str) -> Any:
+    if slurm.is_job(job):
+        return slurm
+    from ppctl.launch import kubernetes  # imports yaml and all of a plan
+
+    return kubernetes
+
+
+def combined_state(state: str, job: JobState | None) -> str:
+    """The run's state in its directory, corrected by the state of its job: its scheduler may have ended or requeued it,
+    and the directory that pods write may be seen by them alone."""
     if job is None or not job.state:
         return state
     if job.ended and state in ("queued", *STARTED, LOST):
-        return "interrupted" if job.state == "CANCELLED" else "failed"
+        return {"CANCELLED": "interrupted", "COMPLETED": "finished"}.get(job.state, "failed")
     if job.state == "PENDING" and state != "finished":
         return "queued"
-    return "running" if state == LOST and job.state == "RUNNING" else state
+    return "running" if state in (LOST, "queued") and job.state == "RUNNING" else state
 
 
 def state_of(run: RunDir) -> str:
@@ -40,18 +50,13 @@ def state_of(run: RunDir) -> str:
     return combined_state(str(facts(run)["state"]), job_of(run))
 
 
-def _job_to(doing: str, run: RunDir) -> slurm.JobState:
+def _job_to(doing: str, run: RunDir) -> JobState:
     """The job of a run. Raises ConfigError (PP-E628) if the run was not submitted."""
     job = job_of(run)
     if job is None:
         message = f"run {run.id} was not submitted, and there is no job to {doing}"
         raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {pasted(run.path)}", str(run.path)))
     return job
-
-
-def note_job(run: RunDir, number: str, cluster: str) -> None:
-    """Record the number of the job that runs it."""
-    run.write_job({"job": number, "cluster": cluster, "time": time.time(), "user": os.getuid()})
 
 
 def cancel(args: argparse.Namespace) -> int:
@@ -65,10 +70,11 @@ def cancel(args: argparse.Namespace) -> int:
         print(f"job {job.job} is ending already")
         return 0
     waiting = job.state == "PENDING"
-    slurm.cancel(job.job, job.cluster)
+    _system_of(job.job).cancel(job.job, job.cluster)
     if waiting:
         run.write_status("interrupted", step=run.status().get("step"), message="cancelled before it ran")
-    print(f"job {job.job} is cancelled" + ("" if waiting else "; its ranks have until SLURM's KillWait to save"))
+    limit = "SLURM's KillWait" if slurm.is_job(job.job) else "the end of their grace"
+    print(f"job {job.job} is cancelled" + ("" if waiting else f"; its ranks have until {limit} to save"))
     return 0
 
 
@@ -83,15 +89,19 @@ def requeue(args: argparse.Namespace) -> int:
         if job.ending:
             message = f"job {job.job} is ending, and cannot be requeued before it has ended"
             raise ConfigError(Problem("PP-E613", message, f"ppctl status {pasted(run.path)}", str(run.path)))
-        slurm.signal(job.job, "USR1", job.cluster)
-        print(f"job {job.job} was asked to save; its script then requeues it")
+        _system_of(job.job).restart(job.job, job.cluster)
+        starter = "script then requeues" if slurm.is_job(job.job) else "pods then start"
+        print(f"job {job.job} was asked to save; its {starter} it")
         return 0
-    if run.status()["state"] == "finished":
+    if combined_state(run.status()["state"], job) == "finished":
         config = run.read_config()
         message = f"run {run.id} has done its {config.train.steps} steps"
         raise ConfigError(Problem("PP-E618", message, longer(str(run.path), config)))
     last = last_checkpoint(run)
     run.write_status("queued")
-    note_job(run, *slurm.sbatch(run.submit_script))
+    if slurm.is_job(job.job):
+        run.write_job(*slurm.sbatch(run.submit_script))
+    else:
+        _system_of(job.job).submit_again(run, job)
     print(f"job {run.job()['job']} goes on from {last.name if last else 'the beginning'}\nrun {run.path}")
     return 0

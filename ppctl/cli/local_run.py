@@ -31,6 +31,7 @@ from ppctl.errors import PpctlError, Problem, pasted
 from ppctl.hang.progress import Limits
 from ppctl.host.devices import machines
 from ppctl.host.private_files import own_directory, shared_memory
+from ppctl.host.processes import python
 from ppctl.launch.described import absent_for, other_version
 from ppctl.launch.environment import Started, detect
 from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides
@@ -59,6 +60,8 @@ def start_of(args: argparse.Namespace) -> Iterator[Started]:
     Problems inside are printed once, by rank 0 (with --json as one object, too); all ranks exit with their exit code.
     """
     started = detect(os.environ)
+    if not started.is_rank and os.environ.get("PET_NNODES"):  # a pod of Kubeflow's TrainJob, with torchrun's options
+        os.execv(sys.executable, [*python("torch.distributed.run"), "-m", "ppctl", *args.typed])
     if started.rank > 0:
         if started.by != "slurm" and started.variables["LOCAL_RANK"] == "0":
             note(_of_a_node(started.variables))

@@ -13,6 +13,7 @@ from ppctl.cli.console import note, width
 from ppctl.cli.runs import STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.files import open_regular
+from ppctl.launch import slurm
 from ppctl.records.step_lines import WIDE, StepLines
 from ppctl.runs.rundir import RunDir, odd
 
@@ -28,7 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a log."""
     run_dir = named_run(args)
-    if args.rank is None and not run_dir.job():
+    job = run_dir.job()
+    if args.rank is None and not slurm.is_job(job.get("job", "0")):
+        from ppctl.launch import kubernetes  # imports yaml and all of a plan
+
+        for piece in kubernetes.log(job["job"], job.get("cluster", ""), lines=args.lines, follow=args.follow):
+            print(piece, end="", flush=True)
+        return 0
+    if args.rank is None and not job:
         shown = _follow(run_dir, _steps(run_dir, args.lines), args.lines, follow=args.follow)
         message = run_dir.status().get("message") or ("" if shown else f"run {run_dir.id} has done no step")
         if message:

@@ -50,7 +50,7 @@ COMMANDS = {
     "generate": Command("continue a prompt with the weights of a run or a directory"),
     "data": Command("tokenize text into .bin and .idx files, or show data"),
     "runs": Command("list, show, compare or delete runs", place="runs_command.run"),
-    "submit": Command("submit a run to SLURM", overrides=True),
+    "submit": Command("submit a run to SLURM or Kubernetes", overrides=True),
     "status": Command("show the state of a run"),
     "logs": Command("show the output of a run"),
     "trace": Command("show where the time of a measured step went (log.trace)"),

@@ -1,4 +1,4 @@
-"""`ppctl status [RUN]`: the state of a run, from its directory and, if it was submitted, from SLURM."""
+"""`ppctl status [RUN]`: the state of a run, from its directory and, if it was submitted, from its scheduler."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _said(report: dict[str, Any]) -> list[str]:
         lines.append(f"went back behind bad steps: from {report['steps_back']}")
     job = report.get("job")
     if job and job["state"] is None:
-        lines.append(f"job {job['job']}: SLURM does not know it (any more)")
+        lines.append(f"job {job['job']}: its scheduler does not know it (any more)")
     elif job:
         more = [f"({job['reason']})"] * bool(job["reason"]) + [f"on {job['nodes']}"] * bool(job["nodes"])
         if job["state"] == "PENDING" and job["starts"]:

@@ -1,9 +1,10 @@
-"""`ppctl submit`: plan, make the run directory, write the batch script, submit it to SLURM."""
+"""`ppctl submit`: plan, make the run directory, write the batch script or the objects, submit them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import shutil
 import sys
 import time
@@ -13,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import aligned, note
-from ppctl.cli.jobs import job_of, note_job
+from ppctl.cli.jobs import job_of
 from ppctl.cli.local_run import accepted, command_line, other_size_of_nodes, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
-from ppctl.cli.train import settings_of_others
+from ppctl.config.argv import typed_again
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.devices import machines
-from ppctl.launch import slurm
-from ppctl.launch.enter import LIVE, package_digest
+from ppctl.launch import kubernetes, slurm
+from ppctl.launch.enter import code_of
 from ppctl.launch.environment import Started
-from ppctl.launch.planning import planned, refuse
+from ppctl.launch.kubernetes_objects import KubernetesJob, as_yaml, lacking, objects
+from ppctl.launch.planning import planned, refuse, settings_of_others
 from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.script import SlurmJob, directives, render, render_array
 from ppctl.launch.trackers import unusable
@@ -33,6 +35,7 @@ from ppctl.plan.memory_limit import amount
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir, printable
 
+KUBERNETES = "kubernetes"
 _WATCHED = 3.0
 """Seconds after the submission within which SLURM shows a reason why a job can never start."""
 
@@ -40,14 +43,20 @@ _WATCHED = 3.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     add_multirun(parser, "one array job")
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script; write and submit nothing")
+    parser.add_argument("--on", choices=("slurm", KUBERNETES), default="slurm", help="the system (default: slurm)")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do no more")
     parser.add_argument("--json", action="store_true", help="print one JSON object: run, id, job")
 
 
 def run(args: argparse.Namespace) -> int:
     """Submit one run, or with -m the runs of the command line that have no job and have not finished, as an array job.
-    Exit codes: 0 submitted, 2 config or SLURM refuses, 3 checkpoint, 4 memory."""
+    Exit codes: 0 submitted, 2 config or the system refuses, 3 checkpoint, 4 memory."""
     several = bool(args.line.lists)
+    if args.on == KUBERNETES:
+        if several:
+            again = f"{typed_again('submit', args.line.overrides)} --on kubernetes"
+            raise ConfigError(Problem("PP-E106", "--on kubernetes submits one run; type one value of each key", again))
+        return _submit_to_cluster(prepare(args), args)
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
     jobs = [_job(each.launch) for each in swept]
     refuse(list(_of_other_size(jobs)))
@@ -71,10 +80,32 @@ def run(args: argparse.Namespace) -> int:
         print(aligned([job, each.label, each.state, short_path(run.path)] for each, run, job in rows))
     else:
         _, run_dir, number = rows[0]
-        print(f"job {number}\nrun {run_dir.path}\n\nnext:")
-        for command in ("status", "logs", "cancel"):
-            print(f"  {program()} {command} {pasted(short_path(run_dir.path))}")
+        _show(run_dir, number)
     return 0 if several else _check_start(rows[0][1])
+
+
+def _submit_to_cluster(launch: Launch, args: argparse.Namespace) -> int:
+    """Submit one run, or print its objects. If the cluster refuses, no directory is left."""
+    if args.dry_run:
+        job = KubernetesJob(launch, "id", code_of(launch.config))
+        sys.stdout.write(as_yaml(objects(job, secrets.token_hex(32))))
+        return 0
+    run = new_run(launch, Started("person"))
+    try:
+        run.write_status("queued")
+        name = kubernetes.submit(run)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    told = {"run": str(run.path), "id": run.id, "job": name}
+    print(json.dumps(told)) if args.json else _show(run, name)
+    return 0
+
+
+def _show(run: RunDir, job: str) -> None:
+    print(f"job {job}\nrun {run.path}\n\nnext:")
+    for command in ("status", "logs", "cancel"):
+        print(f"  {program()} {command} {pasted(short_path(run.path))}")
 
 
 def _plan_row(task: int, run: SweptRun) -> list[str]:
@@ -96,20 +127,22 @@ def prepare(args: argparse.Namespace) -> Launch:
     composed, plan, problems = planned(args.line, for_training=True)
     untrained = [problem for problem in problems if args.dry_run and problem.code == "PP-E118"]
     problems = [problem for problem in problems if problem not in untrained]
+    problems += settings_of_others(composed.config, args.line.overrides, args.on)
     problems += _of_nodes(composed.config, plan) if plan is not None else ()
-    problems += settings_of_others(composed.config, args.line.overrides, ["agents"])
+    problems += lacking(composed.config) if args.on == KUBERNETES else ()
     plan = accepted(composed, plan, problems)
-    config, problems = with_gpu_environment(with_value(composed.config, "launch", target="slurm"), plan)
+    config, problems = with_gpu_environment(with_value(composed.config, "launch", target=args.on), plan)
     refuse(problems)
     data: Mapping[str, Any] = {}
-    if not args.dry_run:
+    if not args.dry_run and (args.on != KUBERNETES or Path(config.launch.kubernetes.mount).is_dir()):
         config = with_paths(config)
         data, problems = examine(config)
-        same_machine = config.launch.python is None and config.launch.container_image is None
+        same_machine = {config.launch.python, config.launch.container_image} == {None} and args.on != KUBERNETES
         refuse([*problems, *(unusable(config) if same_machine else ())])
     for problem in untrained:
         note(f"note: it would not be submitted: {problem.message}")
-    return Launch(config, plan, command_line("submit", args), data, time.perf_counter() - began)
+    command = command_line("submit", args) + " --on kubernetes" * (args.on == KUBERNETES)
+    return Launch(config, plan, command, data, time.perf_counter() - began)
 
 
 def _job(launch: Launch) -> SlurmJob:
@@ -123,7 +156,7 @@ def _job(launch: Launch) -> SlurmJob:
         ranks_per_node=ranks_per_node,
         command=launch.command,
         python=config.launch.python or sys.executable,
-        code=LIVE if config.launch.code == LIVE else package_digest(),
+        code=code_of(config),
         after=_job_to_wait_for(config),
     )
 
@@ -178,7 +211,7 @@ def _submit(waiting: Sequence[tuple[SweptRun, SlurmJob]]) -> None:
                 run.write_status(each.state)
         raise
     for task, ((each, _), run) in enumerate(zip(waiting, runs, strict=True)):
-        note_job(run, f"{number}_{task}" if len(runs) > 1 else number, cluster)
+        run.write_job(f"{number}_{task}" if len(runs) > 1 else number, cluster)
         each.run, each.state = run, "submitted"
 
 

@@ -1,7 +1,7 @@
 """The closed configuration: its schema, how it is composed from words, and how it is checked.
 
-    schema       all keys, in groups: model_config, training_config, launch_config, model_parallel_config and
-                 pipeline_config
+    schema       all keys, in groups: model_config, training_config, launch_config (and kubernetes_config),
+                 model_parallel_config and pipeline_config
     metadata     what a field knows of its key, its limit among that; keys reads it
     argv         words -> overrides; flags: what Megatron's flags mean; unknown_words
     translate    another system's file -> overrides: other_configs reads it, name_tables has the names, which are pages,

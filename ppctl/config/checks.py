@@ -134,7 +134,10 @@ def _findings(config: RunConfig) -> list[Finding]:
 
 def _copied(config: RunConfig) -> RunConfig:
     """A config whose keys can be set without changing `config`."""
-    return replace(config, **{name: copy(getattr(config, name)) for name in sections()})
+    copied = copy(config)
+    for name in sections():
+        copied[name] = copy(copied[name])
+    return copied
 
 
 def _mended(config: RunConfig, remedy: str) -> RunConfig | None:

@@ -9,7 +9,7 @@ import ast
 import difflib
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
@@ -139,19 +139,24 @@ def type_text(annotation: Any) -> str:
 
 @cache
 def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in order."""
-    hints = get_type_hints(RunConfig)
-    return {f.name: hints[f.name] for f in fields(RunConfig) if is_dataclass(hints[f.name])}
+    """Dotted name of a section -> its dataclass, in order, each behind the section that it is in."""
+    return dict(_sections_of(RunConfig, ""))
+
+
+def _sections_of(cls: type, prefix: str) -> Iterator[tuple[str, type]]:
+    hints = get_type_hints(cls)
+    for name in (f.name for f in fields(cls) if is_dataclass(hints[f.name])):
+        yield prefix + name, hints[name]
+        yield from _sections_of(hints[name], f"{prefix}{name}.")
 
 
 @cache
 def keys() -> dict[str, Key]:
     """Dotted name -> key, for every leaf, Python-only ones included."""
-    top = {key.name: key for key in _keys_of(RunConfig, "", Facts())}
-    leaves = {name: key for name, key in top.items() if name not in sections()}
+    declared = {key.name: key for key in _keys_of(RunConfig, "", Facts())}
     for section, cls in sections().items():
-        leaves.update((key.name, key) for key in _keys_of(cls, section + ".", top[section].facts))
-    return leaves
+        declared.update((key.name, key) for key in _keys_of(cls, section + ".", declared[section].facts))
+    return {name: key for name, key in declared.items() if name not in sections()}
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ppctl.config.kubernetes_config import KubernetesConfig
 from ppctl.config.metadata import (
     DIRECTORY_NAME,
     LATER,
@@ -30,8 +31,8 @@ _IMAGE = "launch.container_image"
 class LaunchConfig:
     """Where the ranks run."""
 
-    target: str = key("local", one_of("local", "slurm", "env"))
-    """`local`, `slurm` or `env` (ranks that ppctl does not start)."""
+    target: str = key("local", one_of("local", "slurm", "kubernetes", "env"))
+    """`local`, `slurm`, `kubernetes` or `env` (ranks that ppctl does not start)."""
     device: str = key("cuda", one_of("cuda", "cpu", "any"))
     """`cuda`, `cpu`, or `any` (cuda where there are enough GPUs)."""
     nodes: int | None = key(None, positive(MOST_RANKS), names="nodes", known_as="--nnodes", options="-N --nodes")
@@ -67,59 +68,60 @@ class LaunchConfig:
     step_limit: str | None = key(None, TIME, known_as="--distributed-timeout-minutes")
     """Time limit without progress in later steps; none: ten times the slowest step so far, at least 2 minutes and at
     most the longest of the other limits."""
-    spares: int = key(0, not_negative(MOST_RANKS), agents=True)
+    spares: int = key(0, not_negative(MOST_RANKS), jobs="node")
     """`ppctl node`: hosts beyond `nodes` that wait to take the place of one that is lost; further ones are refused."""
-    max_restarts: int = key(3, not_negative(MOST_RANKS), agents=True)
+    max_restarts: int = key(3, not_negative(MOST_RANKS), jobs="node")
     """`ppctl node`: how often in a row the ranks are started again without having done a step that was new."""
-    shrink: str = key("wait", one_of("wait", "requeue", "smaller"), agents=True)
+    shrink: str = key("wait", one_of("wait", "requeue", "smaller"), jobs="node")
     """`ppctl node`: what follows if a host is lost and none takes its place. `wait`: wait for one. `requeue`: end with
     exit code 75 after `shrink_after`. `smaller`: go on then with what `ppctl plan --lost` plans for the hosts left."""
-    shrink_after: str = key("10m", TIME, agents=True, needs="launch.shrink=requeue,smaller")
+    shrink_after: str = key("10m", TIME, jobs="node", needs="launch.shrink=requeue,smaller")
     """`ppctl node`: how long to wait for a host in the place of a lost one before the run ends or goes on smaller."""
-    account: str | None = key(None, ONE_LINE, options="-A --account", slurm=True)
+    account: str | None = key(None, ONE_LINE, options="-A --account", jobs="slurm")
     """SLURM: the account that pays (sbatch --account)."""
-    qos: str | None = key(None, ONE_LINE, options="-q --qos", slurm=True)
+    qos: str | None = key(None, ONE_LINE, options="-q --qos", jobs="slurm")
     """SLURM: the quality of service."""
-    partition: str | None = key(None, ONE_LINE, options="-p --partition", verbatim=True, slurm=True)
+    partition: str | None = key(None, ONE_LINE, options="-p --partition", verbatim=True, jobs="slurm")
     """SLURM: the partition, or several with commas."""
-    time: str | None = key(None, SLURM_TIME, options="-t --time", slurm=True)
+    time: str | None = key(None, SLURM_TIME, options="-t --time", jobs="slurm")
     """SLURM: the job's time limit, as 30 (minutes), 12:00:00 or 2-00:00:00; none takes the partition's."""
-    constraint: str | None = key(None, ONE_LINE, options="-C --constraint", verbatim=True, slurm=True)
+    constraint: str | None = key(None, ONE_LINE, options="-C --constraint", verbatim=True, jobs="slurm")
     """SLURM: features that every node must have."""
-    exclusive: bool = key(False, options="--exclusive", slurm=True)
+    exclusive: bool = key(False, options="--exclusive", jobs="slurm")
     """SLURM: share no node with other jobs."""
-    cpus_per_task: int | None = key(None, positive(MOST_RANKS), options="-c --cpus-per-task", slurm=True)
+    cpus_per_task: int | None = key(None, positive(MOST_RANKS), options="-c --cpus-per-task", jobs="slurm")
     """SLURM: CPUs of one rank."""
     container_image: str | None = key(
-        None, ONE_LINE, options="--container-image", verbatim=True, slurm=True, support=_PYXIS
+        None, ONE_LINE, options="--container-image", verbatim=True, jobs="slurm", support=_PYXIS
     )
     """SLURM with pyxis: the image that the ranks run in."""
     container_mounts: list[str] | None = key(
-        None, options="--container-mounts", slurm=True, support=_PYXIS, needs=_IMAGE
+        None, options="--container-mounts", jobs="slurm", support=_PYXIS, needs=_IMAGE
     )
     """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
     container_workdir: str | None = key(
-        None, ONE_LINE, options="--container-workdir", slurm=True, support=_PYXIS, needs=_IMAGE
+        None, ONE_LINE, options="--container-workdir", jobs="slurm", support=_PYXIS, needs=_IMAGE
     )
     """SLURM with pyxis: the directory to start in."""
-    setup: list[str] | None = key(None, slurm=True, lines=True)
+    setup: list[str] | None = key(None, jobs="slurm", lines=True)
     """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
-    health_check: str | None = key(None, ONE_LINE, verbatim=True, slurm=True)
+    health_check: str | None = key(None, ONE_LINE, verbatim=True, jobs="slurm")
     """SLURM: a command that runs first on every node; the job is requeued without nodes where it fails."""
-    sbatch_args: list[str] | None = key(None, slurm=True)
+    sbatch_args: list[str] | None = key(None, jobs="slurm")
     """SLURM: further options of sbatch, as [--mail-type=END]."""
-    srun_args: list[str] | None = key(None, slurm=True)
+    srun_args: list[str] | None = key(None, jobs="slurm")
     """SLURM: further options of the srun that starts the ranks."""
-    after: str | None = key(None, ONE_LINE, options="-d --dependency --kill-on-invalid-dep", slurm=True)
+    after: str | None = key(None, ONE_LINE, options="-d --dependency --kill-on-invalid-dep", jobs="slurm")
     """SLURM: a run (directory, id, job number) that must finish first."""
-    python: str | None = key(None, ONE_LINE, slurm=True)
-    """SLURM: the interpreter that runs the ranks; none takes the one that submits."""
-    code: str = key("pinned", one_of("pinned", "live"), slurm=True)
-    """SLURM: `pinned` ends a job whose nodes hold other code of ppctl than was submitted; `live` takes any."""
-    signal_lead: int = key(300, positive(10**7), options="--signal", slurm=True)
+    python: str | None = key(None, ONE_LINE, jobs="slurm kubernetes")
+    """The interpreter that runs the ranks of a job; none takes the one that submits, in pods python3."""
+    code: str = key("pinned", one_of("pinned", "live"), jobs="slurm kubernetes")
+    """Jobs: `pinned` ends a job whose nodes hold other code of ppctl than was submitted; `live` takes any."""
+    signal_lead: int = key(300, positive(10**7), options="--signal", jobs="slurm")
     """SLURM: how many seconds before the time limit the ranks save and end."""
-    max_requeues: int = key(10, not_negative(), options="--requeue --no-requeue --open-mode", slurm=True)
-    """SLURM: how often the job may requeue itself."""
+    max_requeues: int = key(10, not_negative(), options="--requeue --no-requeue --open-mode", jobs="slurm kubernetes")
+    """How often a job may requeue itself; how often a pod may start its ranks again, and have a successor."""
+    kubernetes: KubernetesConfig = key(KubernetesConfig)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -128,8 +128,8 @@ def one_of(*names: str, any_case: bool = False) -> OneOf:
     return OneOf(names, any_case)
 
 
-def _matching(pattern: str) -> Callable[[Any], object]:
-    """A reader of text that matches `pattern`, and of all that is no text."""
+def matching(pattern: str) -> Callable[[Any], object]:
+    """Return a reader of text that matches `pattern`, and of all that is no text."""
     form = re.compile(pattern)
 
     def read(value: Any) -> object:
@@ -163,16 +163,16 @@ def sizes(number: int, least: int) -> Form:
     return Form(f"{number} numbers, each {least} or more", read)
 
 
-NOT_EMPTY = Form("not empty", _matching(r"(?s).+"))
-ABSOLUTE = Form("an absolute path, as /dev/shm/ppctl", _matching(r"(?s)/.+"))
-ONE_LINE = Form("one line of text, not empty", _matching(r".*\S.*"))
+NOT_EMPTY = Form("not empty", matching(r"(?s).+"))
+ABSOLUTE = Form("an absolute path, as /dev/shm/ppctl", matching(r"(?s)/.+"))
+ONE_LINE = Form("one line of text, not empty", matching(r".*\S.*"))
 DIRECTORY_NAME = Form(
     "the name of a directory: up to 100 letters that can be printed, no slashes, not . or ..",
-    _matching(r"(?!\.+$)(?!\s)[^/\\]{1,100}(?<!\s)"),
+    matching(r"(?!\.+$)(?!\s)[^/\\]{1,100}(?<!\s)"),
 )
 PYTHON_NAMES = Form(
     "names in modules of Python, as [package.module:name]",
-    lambda value: [_matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")(each) for each in value],
+    lambda value: [matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")(each) for each in value],
 )
 TIME = Form("a length of time, as 11h50m", seconds, "11h50m")
 SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds, "12:00:00")
@@ -234,10 +234,8 @@ class Facts:
     """For a key of `model`: whether it changes only how the model is trained, not what its weights are."""
     layout: bool = False
     """Whether a layout is written for one value of it: another value sets a recipe's layout aside."""
-    slurm: bool = False
-    """Whether it takes effect in jobs submitted to SLURM only."""
-    agents: bool = False
-    """Whether it takes effect only where agents start the ranks (`ppctl node`)."""
+    jobs: str = ""
+    """The systems in whose jobs alone it takes effect: `slurm`, `kubernetes`, `node` (agents); empty: it needs none."""
     options: str = ""
     """The options of sbatch and srun that ppctl sets by it."""
 

@@ -108,7 +108,7 @@ def submission(config: RunConfig) -> Iterator[Finding]:
     if limit is not None and limit <= launch.signal_lead:
         message = f"the ranks would have to stop {launch.signal_lead} s before a limit of {limit} s: at the start"
         yield ("launch.time", "launch.signal_lead"), message, f"launch.signal_lead={max(limit // 2, 1)}"
-    for name, key in keys_with("slurm").items():
+    for name, key in keys_with("jobs").items():
         if key.is_list and any("\n" in line or "\0" in line for line in config[name] or ()):
             yield (name,), f"each entry of {name} is one line", f"{name}=null"
     for name in ("sbatch_args", "srun_args"):

@@ -7,6 +7,7 @@ Groups with files of their own: `model_config`, `training_config`, `launch_confi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from ppctl.config.launch_config import LaunchConfig, LogConfig
@@ -165,10 +166,10 @@ class RunConfig:
 
     def __getitem__(self, name: str) -> Any:
         """The value of a dotted key, such as `train.steps`."""
-        section, _, field = name.rpartition(".")
-        return getattr(getattr(self, section) if section else self, attribute_of(field))
+        *path, field = name.split(".")
+        return getattr(reduce(getattr, path, self), attribute_of(field))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the value of a dotted key."""
-        section, _, field = name.rpartition(".")
-        setattr(getattr(self, section) if section else self, attribute_of(field), value)
+        *path, field = name.split(".")
+        setattr(reduce(getattr, path, self), attribute_of(field), value)

@@ -17,6 +17,17 @@ _AS_LONG_AS_A_FIRST_STEP = {"loading kernels", "recording", "saving", "evaluatin
 GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
 """Seconds by which a rank's own alarm is later than the watch's limit."""
 
+MARGIN = 60.0
+"""Seconds in addition to saves and steps: SLURM's clock is coarse, and ranks need some time to exit."""
+_SLOW_DISK = 100 * 2**20
+"""Bytes a second that a rank writes at least, as long as none has been measured."""
+
+
+def seconds_to_leave(save: float | None, saved_bytes: int, step: float) -> float:
+    """Seconds that a job needs to save and end: two saves, three steps and the margin. `save` and `step` are seconds
+    of the slowest ones; without a save yet, `saved_bytes` of a rank take as long as a slow disk needs."""
+    return 2 * (saved_bytes / _SLOW_DISK if save is None else save) + 3 * step + MARGIN
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

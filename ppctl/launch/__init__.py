@@ -7,8 +7,9 @@
     outcome        how a job ended
     machine        what this machine has
     weights        the weights that a run starts from; described: models whose code is transformers'
-    slurm          SLURM's commands
+    slurm          SLURM's commands; kubernetes: a cluster's API
     trackers       whether TensorBoard and Weights & Biases can record a run
 
-A submitted job runs `script` (its text: job.sbatch), on every node `enter`, in every task `rank`, then `leave`.
+A job of SLURM's runs `script` (its text: job.sbatch), on every node `enter`, in every task `rank`, then `leave`. Under
+Kubernetes each pod of `kubernetes_objects` runs `pod`, which does these.
 """

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.launch.run_directory import with_value
 from ppctl.runs import run_starts
@@ -55,12 +56,17 @@ def check_node(run: RunDir, code: str = LIVE, remedy: str = "ppctl submit again,
 
 
 def package_digest(package: Path = _PACKAGE) -> str:
-    """16 hex digits of the SHA-256 of the names and contents of the package's Python files."""
+    """16 hex digits of the SHA-256 of names and contents of the package's Python files, installed or in a checkout."""
     total = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted(file for file in package.rglob("*.py") if file.parent.name not in ("_conf", "_recipes")):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         total.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
     return total.hexdigest()[:16]
+
+
+def code_of(config: RunConfig) -> str:
+    """The digest that the code on all nodes must have, or `live`."""
+    return LIVE if config.launch.code == LIVE else package_digest()
 
 
 def go_on(run: RunDir, start: str) -> None:

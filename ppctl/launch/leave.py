@@ -47,10 +47,10 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
     if ended:
         return terminated(run, "the job was ended")
     lines = [
-        f"error PP-E703: the ranks ended (srun: exit code {step_code}) and none of them gave a reason",
+        f"error PP-E703: the ranks ended (exit code {step_code}) and none of them gave a reason",
         *(f"  rank {state.rank} was {state.state} at step {state.step + 1}" for state in _states(run)[:8]),
-        "  SIGKILL from the kernel (out of memory), a node that went away, or srun itself: srun's lines are in "
-        f"{run.job_log}",
+        "  SIGKILL from the kernel (out of memory), a node that went away, or what started them: its lines are in "
+        f"{run.job_log if run.job_log.exists() else 'the log of the pod'}",
         "  more: ppctl explain PP-E703",
     ]
     return JobOutcome(1, "failed", "\n".join(lines))

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import Any
 
-from ppctl.config.argv import Arguments
+from ppctl.config.argv import Arguments, retyped, typed_again
 from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
-from ppctl.config.keys import text_keys
+from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
@@ -107,6 +107,25 @@ def counted_samples(config: RunConfig) -> int:
     from ppctl.data.load import load_data  # numpy
 
     return load_data(config.data).training.span(config.data.seq_length)
+
+
+def settings_of_others(config: RunConfig, arguments: Sequence[str], system: str = "") -> list[Problem]:
+    """The problem of settings that take effect in jobs of other systems than `system` only; `train` has none."""
+    keys = {name: key.facts.jobs for name, key in keys_with("jobs").items() if config[name] != key.default}
+    keys |= {f"launch.target={on}": on} if (on := config.launch.target) in ("slurm", "kubernetes") else {}
+    foreign = {name: jobs for name, jobs in keys.items() if system not in jobs.split()}
+    if not foreign:
+        return []
+    others = list(dict.fromkeys(" ".join(foreign.values()).split()))
+    names = f"{', '.join(foreign)} {'takes' if len(foreign) == 1 else 'take'} effect"
+    if others == ["node"]:
+        remedy = f"ppctl node --rendezvous HOST:29500 {retyped(arguments)}"
+        return [Problem("PP-E629", f"{names} with `ppctl node` only", remedy, "launch")]
+    on = "kubernetes" if "kubernetes" in (system, others[0]) else "slurm"
+    kept = [word for word in arguments if system != on or word.partition("=")[0] not in foreign]
+    where = f"jobs of {' and '.join(others)} only" if system in ("slurm", "kubernetes") else "a submitted job only"
+    remedy = typed_again("submit", kept) + " --on kubernetes" * (on == "kubernetes")
+    return [Problem("PP-E629", f"{names} in {where}", remedy, "launch")]
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn, TextIO, cast
 
 from ppctl.host.files import silence
-from ppctl.host.processes import HANDED_OVER, python
+from ppctl.host.processes import python
 from ppctl.launch.environment import Started, default_variables
 
 _PR_SET_PDEATHSIG = 1
@@ -120,8 +119,8 @@ class RankProcess:
 
 
 class Standby(RankProcess):
-    """A process that imports what a rank does, at a lower priority if it is to be `nice`, and waits to `become` one; it
-    ends with this object. `environment` is all that counts at its start."""
+    """A process that imports what a rank does, at a lower priority if it is to be `nice`, and waits to `become` one.
+    `environment` is all that counts at its start."""
 
     _waits = True
 
@@ -133,8 +132,7 @@ class Standby(RankProcess):
     def become(self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         """Let it be this rank, even if it still imports; never waits. If it has just died, a rank has."""
         self.rank = rank
-        own = {**variables, HANDED_OVER: str(time.monotonic())}
-        told = {"variables": own, "arguments": arguments, "log": str(log), "prints": rank == 0}
+        told = {"variables": dict(variables), "arguments": arguments, "log": str(log), "prints": rank == 0}
         with suppress(BrokenPipeError), cast(IO[bytes], self._popen.stdin) as pipe:
             pipe.write(json.dumps(told).encode())
 

@@ -38,12 +38,14 @@ NEVER = {
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job as squeue or sacct shows it."""
+    """A job as its scheduler shows it, in the words of squeue and sacct."""
 
     job: str
+    """SLURM's number, or the JobSet's name."""
     cluster: str
+    """SLURM's cluster, or the namespace; empty for the usual one."""
     state: str = ""
-    """Such as PENDING, RUNNING, COMPLETED; empty if SLURM does not know the job (any more)."""
+    """Such as PENDING, RUNNING, COMPLETED; empty if the scheduler does not know the job (any more)."""
     reason: str = ""
     start: str = ""
     """When it started, or is expected to."""
@@ -65,6 +67,11 @@ class JobState:
     def never(self) -> str | None:
         """Why it will never start; None if it may."""
         return NEVER.get(self.reason) if self.state == "PENDING" else None
+
+
+def is_job(job: str) -> bool:
+    """Whether a job is one of SLURM's, which have numbers; a JobSet has a name."""
+    return job[:1].isdigit()
 
 
 def sbatch(script: Path) -> tuple[str, str]:
@@ -90,9 +97,9 @@ def state(job: str, cluster: str = "") -> JobState:
     return JobState(job, cluster)
 
 
-def signal(job: str, name: str, cluster: str = "") -> None:
-    """Send a signal to every process of the job's steps."""
-    _must("scancel", *_on(cluster), f"--signal={name}", job)
+def restart(job: str, cluster: str = "") -> None:
+    """Have the job's ranks save; its script then requeues it."""
+    _must("scancel", *_on(cluster), "--signal=USR1", job)
 
 
 def cancel(job: str, cluster: str = "") -> None:

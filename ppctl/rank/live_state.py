@@ -15,18 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppctl.config.quantities import seconds
+from ppctl.hang.progress import seconds_to_leave
 from ppctl.host.processes import HANDED_OVER, started
 from ppctl.rank.own_process import StopRequest
 from ppctl.rank.watchdog import Alarm
 from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.train.callback import TIME_IS_OVER, Callback
-
-MARGIN = 60.0
-"""Seconds in addition to saves and steps: SLURM's clock is coarse, and ranks need some time to exit."""
-
-
-_SLOW_DISK = 100 * 2**20
-"""Bytes a second that a rank writes at least, as long as none has been measured."""
 
 
 class Phases:
@@ -87,13 +81,12 @@ class TimeLeft:
         self.slowest_save = max(self.slowest_save or 0.0, seconds)
 
     def over(self) -> bool:
-        """Whether the run has to stop now: the time left is less than two saves, three steps and the margin."""
+        """Whether the run has to stop now: the time left is less than it needs to save and end."""
         now = self.clock()
         if self.exit_at is not None and now >= self.exit_at:
             return True
         running = [now - self._doing[1]] if self._doing is not None and self._doing[0] == "training" else []
-        save = self.saved_bytes / _SLOW_DISK if self.slowest_save is None else self.slowest_save
-        needed = 2 * save + 3 * max([*self.steps, *running], default=0.0) + MARGIN
+        needed = seconds_to_leave(self.slowest_save, self.saved_bytes, max([*self.steps, *running], default=0.0))
         return self.job_end is not None and self.job_end - now < needed
 
 

@@ -30,13 +30,14 @@ from ppctl.rank.live_state import Phases
 from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.records.rank_records import RankFailure
+from ppctl.records.run_records import ASKED_WORDS
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import HeartbeatFile, host_name, leave_failure
 from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.trace import Span, message_times
 from ppctl.topology import RankGrid
-from ppctl.train.callback import ASKED_WORDS, Callback, TrainingEnd
+from ppctl.train.callback import Callback, TrainingEnd
 from ppctl.train.generate import write_samples
 from ppctl.train.metrics import Screen, TensorBoard, WeightsAndBiases
 from ppctl.train.session import Session

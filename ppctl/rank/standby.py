@@ -18,8 +18,7 @@ from threading import Thread
 
 def main() -> None:
     """Import, wait, and run the program, which ends this process."""
-    program, nice = sys.argv[1:]
-    importing = Thread(target=_import, args=(program, int(nice)), daemon=True)
+    importing = Thread(target=_import, args=sys.argv[1:], daemon=True)
     importing.start()
     with open(0, "rb", closefd=False) as pipe:
         if not (text := pipe.read()):
@@ -31,12 +30,12 @@ def main() -> None:
             os.dup2(log.fileno(), descriptor)
     importing.join()  # first: libraries in C read variables while they are loaded
     os.environ.update(told["variables"])
-    importlib.import_module(program).run(told["arguments"])  # raises what the thread has met
+    importlib.import_module(sys.argv[1]).run(told["arguments"])  # raises what the thread has met
 
 
-def _import(program: str, nice: int) -> None:
+def _import(program: str, nice: str) -> None:
     if sys.platform == "linux":  # where it counts for this thread alone: nobody may raise his priority again
-        os.nice(nice)
+        os.nice(int(nice))
     importlib.import_module(program)
 
 

@@ -25,6 +25,8 @@ Time = Annotated[float, _is_a_time]
 Step = Count | None
 Figure = float | None
 """A number that is null if it was not finite."""
+ASKED_WORDS = "a callback of train.callbacks asked for it"
+"""The message of a run that stopped for good before its last step."""
 
 
 class Status(TypedDict, total=False):
@@ -66,9 +68,10 @@ class Environment(TypedDict, total=False):
 
 
 class Job(TypedDict, total=False):
-    """job.json. Number and cluster become arguments of SLURM's commands."""
+    """job.json. Number and cluster become arguments of SLURM's commands, or name a JobSet and its namespace."""
 
-    job: Annotated[str, re.compile(r"[0-9]{1,20}(_[0-9]{1,6})?")]
+    job: Annotated[str, re.compile(r"[0-9]{1,20}(_[0-9]{1,6})?|ppctl-[a-z0-9-]{1,40}")]
+    code: Annotated[str, re.compile(r"[a-z0-9]{1,16}")]
     cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}", re.ASCII)]
 
 

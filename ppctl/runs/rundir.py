@@ -129,9 +129,9 @@ class RunDir:
         """The command lines, oldest first."""
         return self._parsed("command.txt", lambda data: data.decode().splitlines())
 
-    def write_job(self, record: Mapping[str, Any]) -> None:
-        """Write job.json: SLURM's number of the submitted run and so on (`job`, `cluster`, `time`)."""
-        self._write_json("job.json", record)
+    def write_job(self, job: str, cluster: str, **more: str) -> None:
+        """Write job.json: the number or name of the job that runs it, where it is, since when, and for whom."""
+        self._write_json("job.json", {"job": job, "cluster": cluster, "time": time.time(), "user": os.getuid(), **more})
 
     def job(self) -> dict[str, Any]:
         """The content of job.json; empty for a run that was not submitted."""

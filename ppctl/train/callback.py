@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
 """Reasons to stop beside signals: the run's time is nearly over, a checkpoint could not be written, or a callback of
 `train.callbacks` asked for it."""
-ASKED_WORDS = "a callback of train.callbacks asked for it"
 
 
 class Start(NamedTuple):

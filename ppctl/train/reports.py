@@ -27,9 +27,10 @@ from ppctl.data.batches import check_same_samples
 from ppctl.engine.dry_pass import AllocatorFigures
 from ppctl.errors import Problem, TrainingError
 from ppctl.host.accelerators import device_called, preset
+from ppctl.records.run_records import ASKED_WORDS
 from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.topology import RankGrid
-from ppctl.train.callback import ASKED, ASKED_WORDS, SAVE_FAILED, TIME_IS_OVER
+from ppctl.train.callback import ASKED, SAVE_FAILED, TIME_IS_OVER
 from ppctl.train.programs import RouterBalance, StagePrograms, auxiliary_width
 from ppctl.train.session import Session
 

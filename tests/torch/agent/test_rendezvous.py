@@ -10,9 +10,8 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from ppctl.agent import rendezvous
 from ppctl.agent.rendezvous import NodeRendezvous
-from ppctl.errors import ConfigError, TrainingError
+from ppctl.errors import TrainingError
 
 
 @pytest.fixture(autouse=True)
@@ -90,15 +89,3 @@ def test_an_agent_that_goes_calls_the_others_even_if_nobody_waits() -> None:
     first._state_holder.mark_dirty()
     first._state_holder.sync()
     assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (1, 1)
-
-
-def test_one_more_than_the_spares_is_refused_and_told_which_key_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    alive = agent(store, "0 node-0"), agent(store, "1 node-1")
-    assert meet(*alive) == [0, 1]
-    surplus = agent(store, "1 node-2")  # it waits for signs of life as long as the others
-    monkeypatch.setattr(rendezvous, "LOST", 0.5)
-    monkeypatch.setattr(rendezvous, "_SLOW", 0.3)
-    with pytest.raises(ConfigError, match="the run has its 2 nodes and 0 spares") as refused:
-        surplus.next_rendezvous()
-    assert refused.value.problems[0].remedy == "launch.spares=1"

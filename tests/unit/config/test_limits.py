@@ -88,5 +88,5 @@ def test_a_word_in_other_letters_is_recognised() -> None:
 
 @pytest.mark.parametrize("key", LIMITED, ids=lambda key: key.name)
 def test_explain_shows_the_limit_of_a_key_and_in_its_section(key) -> None:
-    for topic in (key.name, key.name.partition(".")[0]):
+    for topic in (key.name, key.name.rpartition(".")[0]):
         assert f"limit {key.limit.words}" in " ".join(explain(topic).split())

@@ -104,6 +104,8 @@ def test_the_digest_changes_with_any_file_and_its_name_alone(tmp_path: Path) -> 
         (tmp_path / name).write_text(text)
     before = package_digest(tmp_path)
     (tmp_path / "notes.txt").write_text("y")
+    (tmp_path / "_conf").mkdir()
+    (tmp_path / "_conf" / "__init__.py").write_text("")  # in an installed package
     assert package_digest(tmp_path) == before
     (tmp_path / "a.py").write_text("1 \n")
     assert package_digest(tmp_path) != before

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.rank.live_state import MARGIN, Phases, TimeLeft, job_end, process_age
+from ppctl.hang.progress import MARGIN
+from ppctl.rank.live_state import Phases, TimeLeft, job_end, process_age
 
 
 class Clock:
