@@ -32,10 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from agents import Hosts, kill, until
-from command import TINY, only_run
+from command import FAULTS, TINY, only_run
 from restart_counts import phases
 
 NODES, RANKS = 4, 2
+SLOW = "slow 3 0 -"
+"""A stage that waits, so that cores have time for what is nice beside training, as beside GPUs."""
 TRAIN = ("+recipe=quickstart", *TINY, "pp=4", "dp=2", "vpp=1", f"nodes={NODES}", f"gpus_per_node={RANKS}")
 OF_RANKS = ("import", "groups", "build", "warm-up", "load")
 WORDS = ("stage", "rank", "bubble", "and", "a", "layer")
@@ -48,7 +50,8 @@ class Nodes(Hosts):
         text = where / "corpus.txt"
         text.write_text(" ".join(random.Random(0).choices(WORDS, k=3000)))
         words = (*TRAIN, f"data.path={text}", "steps=100000", "checkpoint.interval=2")
-        super().__init__(where, *words, hosts=range(NODES), PYTHONPATH=str(ROOT))
+        path = os.pathsep.join((str(ROOT), str(FAULTS)))
+        super().__init__(where, *words, hosts=range(NODES), PYTHONPATH=path, PPCTL_FAULT=SLOW)
 
     @property
     def all_ranks(self) -> set[int]:
