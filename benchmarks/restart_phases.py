@@ -6,9 +6,10 @@
 A node is the agent of `ppctl node` with two ranks, a process tree of its own. From outside are seen: when another rank
 than the killed one ends (`detect`), when the last old one has gone (`end`), when all new ones are there (`rendezvous`).
 What follows is the run's own record of its start (`ppctl status` shows it): `groups` with the ranks' roll call;
-`warm-up` are the first messages. `the rest` is the time before the first step that no phase has. Seconds are of
-processes that share this machine's cores, and say nothing about GPUs or a network. Counts are exact: ppctl's code, a
-thread a rank (`tests/helpers/restart_counts.py`).
+`warm-up` are the first messages. `the rest` is the time before the first step that no phase has. The rank is killed
+when the processes that wait to become ranks have imported everything. Seconds are of processes that share this
+machine's cores, and say nothing about GPUs or a network. Counts are exact: ppctl's code, a thread a rank
+(`tests/helpers/restart_counts.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from agents import Hosts, kill, until
-from command import TINY, only_run
+from command import FAULTS, TINY, only_run
 from restart_counts import phases
 
 NODES, RANKS = 4, 2
+SLOW = "slow 3 0 -"
+"""A stage that waits, so that cores have time for what is nice beside training, as beside GPUs."""
 TRAIN = ("+recipe=quickstart", *TINY, "pp=4", "dp=2", "vpp=1", f"nodes={NODES}", f"gpus_per_node={RANKS}")
 OF_RANKS = ("import", "groups", "build", "warm-up", "load")
 WORDS = ("stage", "rank", "bubble", "and", "a", "layer")
@@ -47,11 +50,19 @@ class Nodes(Hosts):
         text = where / "corpus.txt"
         text.write_text(" ".join(random.Random(0).choices(WORDS, k=3000)))
         words = (*TRAIN, f"data.path={text}", "steps=100000", "checkpoint.interval=2")
-        super().__init__(where, *words, hosts=range(NODES), PYTHONPATH=str(ROOT))
+        path = os.pathsep.join((str(ROOT), str(FAULTS)))
+        super().__init__(where, *words, hosts=range(NODES), PYTHONPATH=path, PPCTL_FAULT=SLOW)
 
     @property
     def all_ranks(self) -> set[int]:
         return {rank for node in range(NODES) for rank in self.ranks(node)}
+
+    def are_ready(self) -> bool:
+        """Whether all that wait to become ranks have imported everything: a thread does, and ends."""
+        waiting = [pid for node in range(NODES) for pid in self.waiting(node)]
+        with suppress(OSError):
+            return len(waiting) == NODES * RANKS and all(len(os.listdir(f"/proc/{pid}/task")) == 1 for pid in waiting)
+        return False
 
     def until(self, condition: Callable[[], bool]) -> float:
         """The moment at which `condition` holds."""
@@ -61,6 +72,7 @@ class Nodes(Hosts):
 
     def restart(self) -> dict[str, float]:
         """Kill a rank of node 1; the seconds of each phase until the first step's record."""
+        self.until(self.are_ready)
         before, victim = {*self.all_ranks}, self.ranks(1)[0]
         run = only_run(self.cwd)
         old, began = _status(run)["start_up"], time.monotonic()
@@ -92,7 +104,7 @@ def measure(kills: int) -> None:
                 nodes.wait_for_step(nodes.steps() + 6)
                 lives.append(nodes.restart())
         finally:
-            kill([*(agent.pid for agent in nodes.agents.values()), *nodes.all_ranks])
+            kill([agent.pid for agent in nodes.agents.values()])  # all else dies with them
     print(f"{NODES} nodes x {RANKS} ranks, {kills} kills of a rank, {os.cpu_count()} cores\n")
     print("| phase | s, median | least | most |\n|---|--:|--:|--:|")
     for name in lives[0]:

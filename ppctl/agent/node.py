@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from copy import copy
 from threading import Thread
 from types import FrameType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import WorkerState as State
@@ -31,17 +31,17 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from ppctl.agent import lives
 from ppctl.agent.rendezvous import LOST, NodeRendezvous
 from ppctl.errors import Problem
-from ppctl.host.processes import python
+from ppctl.host.processes import HANDED_OVER
 from ppctl.launch.environment import default_variables, rank_variables
 from ppctl.launch.outcome import Exit, failures
-from ppctl.launch.process import LAST_LINES, RankProcess, copy_lines, writer_to
+from ppctl.launch.process import LAST_LINES, Standby, copy_lines, writer_to
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import SECRET
 
-_FINAL, _LOOK = (2, 3, 4), 0.1
+_FINAL, _LOOK, _LOOK_LOADED = (2, 3, 4), 0.1, 5.0
 _KILLED, _STOP_GRACE = 30.0, 60.0
 """Seconds that killed ranks have to be gone (a driver may take long), and asked ranks to save and leave."""
 
@@ -51,6 +51,8 @@ class NodeAgent(SimpleElasticAgent):
     store, which proves by the run's secret. Make it, and call `run`, in the main thread: that raises
     RendezvousClosedError when the job ends early, and SystemExit if this agent leaves alone."""
 
+    _standbys: ClassVar[list[Standby]] = []  # of this process, in which one agent may follow another
+
     def __init__(
         self, shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, rendezvous: NodeRendezvous
     ) -> None:
@@ -59,27 +61,29 @@ class NodeAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
         self.run_dir, self._launch, self._job, self._address = shared.run, shared.config.launch, job, address
         self.rendezvous, self._sealed, self.asked, self._deadline, self._life = rendezvous, store, 0, math.inf, ""
-        self._ranks: list[RankProcess] = []
+        self._ranks: list[Standby] = []
+        self._environment, self._next_look = default_variables() | dict(os.environ) | self._launch.env, math.inf
         self._output: Thread | None = None
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
     # torch's methods for processes
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._prepare(worker_group.spec.local_world_size)  # they import while agents wait for each other
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Begin the life and start the ranks; none if an agent has gone. Raises RendezvousClosedError."""
         self._ranks, run = [], self.run_dir
         number = self._begin(worker_group)
-        # What comes before a rank listens is kept for it.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
-        try:
-            for worker in worker_group.workers if number else ():
-                rank = worker.global_rank
-                command = [*python("ppctl.rank.worker"), *(["--join"] if rank else ["--publish", str(run.path)])]
-                variables = self._variables(number, rank, worker.local_rank)
-                self._ranks.append(RankProcess(rank, command, variables, run.log(rank), piped=rank == 0))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for worker in worker_group.workers if number else ():
+            rank = worker.global_rank
+            self._prepare(1)
+            self._ranks.append(self._standbys.pop(0))
+            arguments = ["--join"] if rank else ["--publish", str(run.path)]
+            self._ranks[-1].become(rank, arguments, self._variables(number, rank, worker.local_rank), run.log(rank))
+        self._next_look = time.monotonic() + _LOOK_LOADED
         if self._ranks and self._ranks[0].stdout is not None:
             self._output = copy_lines(self._ranks[0].stdout, writer_to(sys.stdout))
         return {local: rank.rank for local, rank in enumerate(self._ranks)}
@@ -90,6 +94,10 @@ class NodeAgent(SimpleElasticAgent):
         if self.rendezvous.is_closed() or time.monotonic() > self._deadline:
             raise RendezvousClosedError
         if codes and not any(codes.values()):
+            if time.monotonic() > self._next_look:
+                loaded = "start_up" in run.status()
+                self._prepare(len(codes) * loaded, nice=10)  # beside training
+                self._next_look = math.inf if loaded else time.monotonic() + _LOOK_LOADED
             return RunResult(State.HEALTHY if None in codes.values() else State.SUCCEEDED, codes)
         if run.result():  # written when all ranks had done their work
             return RunResult(State.SUCCEEDED, codes)
@@ -152,6 +160,13 @@ class NodeAgent(SimpleElasticAgent):
             time.sleep(_LOOK)
         return store.get(key)
 
+    def _prepare(self, count: int, nice: int = 0) -> None:
+        """Let `count` processes wait to become ranks; those that have ended, or have another environment, do not."""
+        for other in (each for each in self._standbys if each.environment != self._environment):
+            other.send_to_group(signal.SIGKILL)
+        fit = [each for each in self._standbys if each.environment == self._environment and each.poll() is None]
+        self._standbys[:] = [*fit, *(Standby(self._environment, nice) for _ in range(count - len(fit)))]
+
     def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
         (host, port), name, size = self._address, f"{self._job}.{number}", self._worker_group.spec.local_world_size
         own = rank_variables(rank, local, size * self.rendezvous.settings.max_nodes, size)
@@ -159,7 +174,7 @@ class NodeAgent(SimpleElasticAgent):
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         own |= {SECRET: self._sealed.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
         self._life = own[fence.LIFE]
-        return default_variables() | dict(os.environ) | self._launch.env | own
+        return own | {HANDED_OVER: str(time.monotonic())}
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         alive = [rank for rank in self._ranks if rank.returncode is None]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+HANDED_OVER = "PPCTL_HANDED_OVER"  # when, by `time.monotonic`, a process that waited became a rank
 
 
 def python(module: str) -> list[str]:

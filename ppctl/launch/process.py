@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NoReturn, TextIO
+from typing import IO, NoReturn, TextIO, cast
 
 from ppctl.host.files import silence
 from ppctl.host.processes import python
@@ -52,10 +53,10 @@ def _parent_death_signal() -> Callable[[], None]:
     return arrange
 
 
-def _before_exec() -> Callable[[], None]:
+def _before_exec(waits: bool) -> Callable[[], None]:
     """Returns the function that the child runs between fork and exec; what needs loading is loaded in the parent.
-    SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them. The kernel kills
-    it when the launcher dies; if the launcher died before that was arranged, it is no longer the child's parent."""
+    SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them; for one that
+    `waits` they are kept. The kernel kills it when the launcher dies; if that had died before, it ends by itself."""
     launcher = os.getpid()
     arrange = _parent_death_signal()
 
@@ -66,12 +67,16 @@ def _before_exec() -> Callable[[], None]:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if waits:
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
 
     return prepare
 
 
 class RankProcess:
     """A started rank in a session of its own. Start all ranks before any thread: the child runs Python before exec."""
+
+    _waits = False
 
     def __init__(
         self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, piped: bool
@@ -83,11 +88,11 @@ class RankProcess:
             self._popen = subprocess.Popen(
                 list(command),
                 env=dict(environment),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self._waits else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else file,
                 stderr=file,
                 start_new_session=True,
-                preexec_fn=_before_exec(),
+                preexec_fn=_before_exec(self._waits),
             )
         self.stdout: IO[bytes] | None = self._popen.stdout
         """The pipe of a piped rank."""
@@ -111,6 +116,25 @@ class RankProcess:
         if self.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._popen.pid, number)
+
+
+class Standby(RankProcess):
+    """A process that imports what a rank does, at a lower priority if it is to be `nice`, and waits to `become` one.
+    `environment` is all that counts at its start."""
+
+    _waits = True
+
+    def __init__(self, environment: Mapping[str, str], nice: int) -> None:
+        command = [*python("ppctl.rank.standby"), "ppctl.rank.worker", str(nice)]
+        super().__init__(-1, command, environment, Path(os.devnull), piped=True)
+        self.environment = environment
+
+    def become(self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+        """Let it be this rank, even if it still imports; never waits. If it has just died, a rank has."""
+        self.rank = rank
+        told = {"variables": dict(variables), "arguments": arguments, "log": str(log), "prints": rank == 0}
+        with suppress(BrokenPipeError), cast(IO[bytes], self._popen.stdin) as pipe:
+            pipe.write(json.dumps(told).encode())
 
 
 def writer_to(out: TextIO) -> Callable[[str], None]:

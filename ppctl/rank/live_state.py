@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ppctl.config.quantities import seconds
 from ppctl.hang.progress import seconds_to_leave
-from ppctl.host.processes import started
+from ppctl.host.processes import HANDED_OVER, started
 from ppctl.rank.own_process import StopRequest
 from ppctl.rank.watchdog import Alarm
 from ppctl.runs.heartbeat import HeartbeatFile
@@ -135,7 +135,9 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def process_age() -> float:
-    """Seconds since this process began; on a system without /proc, its CPU time so far."""
+    """Seconds since this process began, or became a rank; on a system without /proc, its CPU time so far."""
+    if HANDED_OVER in os.environ:
+        return time.monotonic() - float(os.environ[HANDED_OVER])
     ticks = started(os.getpid())
     if ticks is not None:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")

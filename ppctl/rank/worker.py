@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,14 @@ from ppctl.train.snapshot import session_shards
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one rank and end this process: not by sys.exit, since after a failure threads of groups may never end."""
+    status = main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -346,8 +354,4 @@ def _disconnect(session: Session) -> None:
 
 
 if __name__ == "__main__":
-    # Not sys.exit: after a failure, threads of the process groups may never end.
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run()

@@ -293,10 +293,21 @@ def _watch() -> None:
     sys.addaudithook(audit)
 
 
-if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
-    _KINDS = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "change": _arm_change}
-    _KINDS |= {"update": _arm_update, "unsummed": _arm_unsummed, "shifted": _arm_shifted}
-    _KINDS.get(os.environ["PPCTL_FAULT"].split()[0], (lambda: None) if _IS_WRITER else _arm)()
+def _arm_kind() -> None:
+    kinds = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "change": _arm_change}
+    kinds |= {"update": _arm_update, "unsummed": _arm_unsummed, "shifted": _arm_shifted}
+    kinds.get(os.environ["PPCTL_FAULT"].split()[0], (lambda: None) if _IS_WRITER else _arm)()
+
+
+def _arm_when_handed_over(event: str, arguments: tuple) -> None:
+    if event == "os.putenv" and arguments[0] == b"PPCTL_HANDED_OVER":  # the last one of a rank's variables
+        _arm_kind()
+
+
+if "PPCTL_FAULT" in os.environ and "ppctl.rank.standby" in sys.orig_argv:
+    sys.addaudithook(_arm_when_handed_over)
+elif "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
+    _arm_kind()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ and not _IS_WRITER:
     _watch()
 if "RANK" in os.environ and "PPCTL_TELL" in os.environ and not _IS_WRITER:

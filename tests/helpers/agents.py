@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -39,13 +40,21 @@ class Hosts:
 
     def ranks(self, number: int) -> list[int]:
         """The processes of a host's ranks, in the order of ranks."""
-        found = []
+        return [pid for rank, pid in self._processes(number) if rank is not None]
+
+    def waiting(self, number: int) -> set[int]:
+        """The processes of a host that wait to become ranks."""
+        return {pid for rank, pid in self._processes(number) if rank is None}
+
+    def _processes(self, number: int) -> list[tuple[int | None, int]]:
+        """(rank, process) on a host: whose stderr is a rank's log has become that rank."""
+        found: list[tuple[int | None, int]] = []
         for pid in alive(self.cwd):
             with suppress(OSError):
-                own = dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-                if own.get("SLURMD_NODENAME") == f"node-{number}":
-                    found.append((int(own["RANK"]), pid))
-        return [pid for _, pid in sorted(found)]
+                if f"SLURMD_NODENAME=node-{number}\0" in Path(f"/proc/{pid}/environ").read_text():
+                    log = re.search(r"/rank-(\d+)\.log", os.readlink(f"/proc/{pid}/fd/2"))
+                    found.append((log and int(log[1]), pid))
+        return sorted(found, key=lambda each: each[0] or 0)
 
     def steps(self) -> int:
         """How many records metrics.jsonl has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -43,8 +44,14 @@ def assert_undisturbed(cwd: Path, steps: int) -> Path:
 
 
 def test_when_a_rank_dies_all_hosts_start_theirs_again_and_go_on_bitwise(tmp_path: Path, text: Path) -> None:
-    """Killed in its tenth step: the next life has no tenth."""
+    """Killed in its tenth step: the next life has no tenth. All ranks waited before to become one."""
     hosts = Hosts(tmp_path, *train(text, 14), PPCTL_FAULT="kill 2 9 2B0")
+    waited, ranks = set[int](), set[int]()
+    while any(agent.poll() is None for agent in hosts.agents.values()):
+        waited |= hosts.waiting(0) | hosts.waiting(1)
+        ranks |= {*hosts.ranks(0), *hosts.ranks(1)}
+        time.sleep(0.1)
+    assert len(ranks) == 8 and ranks <= waited, hosts.said()
     assert hosts.ends() == {0: 0, 1: 0}, hosts.said()
     first, second = starts(assert_undisturbed(tmp_path, 14))
     assert first["nodes"] == second["nodes"] == ["node-0", "node-1"]
@@ -83,7 +90,13 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_one_host_more_is_refused(tmp
     until(lambda: surplus.poll() is not None, 60)
     assert surplus.poll() == 2 and "the run has its 2 nodes and 1 spares" in surplus.communicate()[1]
     del hosts.agents[3]
+    until(lambda: len(hosts.waiting(0)) == 2)
+    waiting = hosts.waiting(0), hosts.waiting(3 - gone)
+    assert [len(each) for each in waiting] == [2, 2]
     kill([hosts.agents[gone].pid])
+    until(lambda: len(hosts.ranks(3 - gone)) == 2)
+    assert [{*hosts.ranks(0)}, {*hosts.ranks(3 - gone)}] == [*waiting], hosts.said()
+    assert not {os.getpriority(os.PRIO_PROCESS, rank) for rank in hosts.ranks(0)} - {os.getpriority(os.PRIO_PROCESS, 0)}
     codes = hosts.ends()
     assert codes.pop(gone) == -9
     assert set(codes.values()) == {0}, hosts.said()
