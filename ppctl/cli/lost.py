@@ -32,7 +32,7 @@ def losses(asked: str, values: ConfigValues, plan: Plan) -> tuple[list[dict[str,
     has too few nodes (PP-E105), or nothing fits the rest (PP-E230)."""
     whole = Whole(values, plan)
     try:
-        lost = numbers("--lost", asked, "1,2")
+        lost = numbers("--lost", asked, "1,2" if whole.nodes > 2 else "1")
     except ConfigError as error:
         return [], "", list(error.problems)
     if max(lost) >= whole.nodes:

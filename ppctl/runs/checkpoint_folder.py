@@ -177,7 +177,10 @@ def steps_back(directory: Path) -> list[StepBack]:
     path = directory / PASSED
     with _os_errors_as_problems(path):
         try:
-            return read_json(path, list[StepBack])
+            back = read_json(path, list[StepBack])
+            if wrong := [each for each in back if each.step >= each.bad or each.first >= each.end]:
+                raise ValueError(f"{wrong[0]} goes forward")
+            return back
         except (FileNotFoundError, NotADirectoryError):
             return []
         except ValueError as error:

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_states import LATEST, MANIFEST, MARK, SAVES, STRANGE, content, killed_states, mark_of, save, write
 
 from ppctl.errors import CheckpointError
-from ppctl.runs.checkpoint_folder import at, complete, find, is_complete, step_of
+from ppctl.runs.checkpoint_folder import PASSED, at, complete, find, is_complete, step_of, steps_back
 
 
 def names(directory: Path) -> list[str]:
@@ -152,3 +152,14 @@ def test_what_a_path_names(there: list[str], asked: str, found: str | None, tmp_
 )
 def test_the_step_that_a_name_says(name: str | None, step: int) -> None:
     assert step_of(name) == step
+
+
+@pytest.mark.parametrize(
+    "text", ["[[36, 32, 144, 128]]", "[[36, 36, 128, 144]]", "[[36, 32, 128]]", "[1]", "{}", "", "\x00"]
+)
+def test_a_note_of_steps_back_that_no_run_writes_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / PASSED).write_text("[[36, 32, 128, 144]]")
+    assert steps_back(tmp_path)[0].end == 144
+    (tmp_path / PASSED).write_text(text)
+    with pytest.raises(CheckpointError, match="it is damaged"):
+        steps_back(tmp_path)
