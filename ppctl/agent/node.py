@@ -41,6 +41,7 @@ from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import SECRET
 
+_ASKS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 _FINAL, _LOOK, _LOOK_LOADED = (2, 3, 4), 0.1, 5.0
 _KILLED, _STOP_GRACE = 30.0, 60.0
 """Seconds that killed ranks have to be gone (a driver may take long), and asked ranks to save and leave."""
@@ -64,7 +65,7 @@ class NodeAgent(SimpleElasticAgent):
         self._ranks: list[Standby] = []
         self._environment, self._next_look = default_variables() | dict(os.environ) | self._launch.env, math.inf
         self._output: Thread | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        for number in _ASKS:
             signal.signal(number, self._on_signal)
 
     # torch's methods for processes
@@ -165,7 +166,12 @@ class NodeAgent(SimpleElasticAgent):
         for other in (each for each in self._standbys if each.environment != self._environment):
             other.send_to_group(signal.SIGKILL)
         fit = [each for each in self._standbys if each.environment == self._environment and each.poll() is None]
-        self._standbys[:] = [*fit, *(Standby(self._environment, nice) for _ in range(count - len(fit)))]
+        # What a handler raises in a callback of fork is lost, and the agent would stay.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS)
+        try:
+            self._standbys[:] = [*fit, *(Standby(self._environment, nice) for _ in range(count - len(fit)))]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
 
     def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
         (host, port), name, size = self._address, f"{self._job}.{number}", self._worker_group.spec.local_world_size

@@ -75,10 +75,10 @@ def test_ranks_that_start_again_take_their_copies_in_memory(tmp_path: Path, text
 @pytest.mark.whole
 def test_a_rank_that_hangs_is_named_by_the_watch_and_all_start_again(tmp_path: Path, text: Path) -> None:
     limits = ("launch.step_limit=4s", "launch.first_step_limit=20s", "launch.start_limit=60s")
-    hosts = Hosts(tmp_path, *train(text, 14, *limits), PPCTL_FAULT="hold 2 9 2B0")
+    hosts = Hosts(tmp_path, *train(text, 14, *limits), PPCTL_FAULT="hold 3 9 3B0")  # rank 2 tells of both
     assert hosts.ends() == {0: 0, 1: 0}, hosts.said()
     _, second = starts(assert_undisturbed(tmp_path, 14))
-    assert str(second["why"]).startswith("rank 2: ")
+    assert str(second["why"]).startswith("rank 3: ")
 
 
 @pytest.mark.whole
