@@ -48,7 +48,7 @@ class Holder(TypedDict, total=False):
     started: Count | None
 
 
-class Start(TypedDict):
+class Life(TypedDict):
     """A start by agents: how far the run had come before, where its ranks were, and why it was needed."""
 
     time: Time
@@ -64,7 +64,7 @@ class Environment(TypedDict, total=False):
     variables: dict[Line, str]
     compose_s: float
     agent: Holder
-    starts: list[Start]
+    starts: list[Life]
 
 
 class Job(TypedDict, total=False):
