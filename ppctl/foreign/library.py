@@ -66,7 +66,7 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
 
     Raises ConfigError: PP-E520 without a readable config.json, PP-E526 without the library, PP-E527 for all but causal
     language models (encoders, several modalities, programs in the directory), PP-E550 for quantised weights, PP-E552
-    for overrides of unknown fields or with values of another type.
+    for overrides of unknown fields, or with values that the library refuses.
     """
     read_config_file(directory)  # says what is wrong with the file in ppctl's words
     library = _transformers()
@@ -263,16 +263,6 @@ class Conversions:
 
 KEY = "model.hf_overrides"
 CODE = "PP-E552"
-_KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
-    (bool, (bool,), "true or false"),
-    (int, (int,), "a whole number"),
-    (float, (int, float), "a number"),
-    (str, (str,), "text"),
-    (list, (list,), "a list, as JSON"),
-    (dict, (dict,), "a mapping, as JSON"),
-)
-"""A type of a field's own value, the types that may stand in its place, and their name; the first that fits counts."""
-
 _PRECISION = ("dtype", "torch_dtype")
 """Fields that name the dtype of the weights in a file."""
 
@@ -280,64 +270,41 @@ _PRECISION = ("dtype", "torch_dtype")
 def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mapping[str, Any]], Any]) -> Any:
     """Return `make(fields)` for the values of these texts; `config` has the fields' own values.
 
-    Raises ConfigError (PP-E552) with a problem for each field that is unknown, not finite, of another type than its own
-    value, or refused by `make` alone; with one for all if `make` refuses them only together.
+    Raises ConfigError (PP-E552) with a problem for each field that is unknown or has no effect; with one, in the words
+    of `make`, if that refuses the values.
     """
     values = {name: value_of(text) for name, text in overrides.items()}
-    problems = [problem for name, value in values.items() for problem in _misfits(config, name, value, overrides[name])]
+    problems = [problem for name, text in overrides.items() if (problem := _unfit(config, name, text)) is not None]
     if problems:
         raise ConfigError(problems)
     for name, value in values.items():
-        if isinstance(getattr(config, name), float) and isinstance(value, int):  # configs want the exact type
+        if isinstance(getattr(config, name), float) and type(value) is int:  # configs want the exact type
             values[name] = float(value)
     try:
         return make(values)
     except ConfigError as refused:
-        alone = [
-            refusal for name, value in values.items() if (refusal := _refusal(config, name, value, make)) is not None
-        ]
-        raise ConfigError(alone or [_problem(", ".join(values), _reason(refused), "")]) from None
+        remedy = "\n".join(_typed(name, getattr(config, name)) for name in values)
+        raise ConfigError(_problem(", ".join(values), refused.problems[0].message, remedy)) from None
 
 
 def value_of(text: str) -> Any:
-    """Return the value of a text: JSON's if it is JSON, such as a number, null or a list, else the text itself."""
+    """Return the value of a text: JSON's if it is JSON, such as a finite number, null or a list, else the text."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return text
+    return text if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]:
+def _unfit(config: Any, name: str, text: str) -> Problem | None:
+    """The problem of a field that the config does not have, or that has no effect; else None."""
     if name.startswith("__") or not hasattr(config, name) or callable(getattr(config, name)):
         fields = [field for field in vars(config) if not field.startswith("_")]
         message = f"the config of {config.model_type} has no such field{did_you_mean(name, fields)}"
-        yield _problem(name, message, next((_typed(each, text) for each in nearest(name, fields)), ""))
-        return
+        return _problem(name, message, next((_typed(each, text) for each in nearest(name, fields)), ""))
     if name in _PRECISION:
-        yield _problem(name, "has no effect: the run's precision is the dtype of its weights", "parallel.bf16=true")
-        return
-    own = getattr(config, name)
-    kind = next((row for row in _KINDS if isinstance(own, row[0])), None)
-    fits = (
-        kind is None or value is None or (isinstance(value, kind[1]) and (kind[0] is bool) == isinstance(value, bool))
-    )
-    if isinstance(value, float) and not math.isfinite(value):
-        yield _problem(name, f"{text} is not finite", _typed(name, own))
-    elif kind is not None and not fits:
-        yield _problem(name, f"takes {kind[2]}, not {text!r}: its config.json has {_text(own)}", _typed(name, own))
-
-
-def _refusal(config: Any, name: str, value: Any, make: Callable[[Mapping[str, Any]], Any]) -> Problem | None:
-    """Return the problem of a field that `make` refuses without the others; None if it does not."""
-    try:
-        make({name: value})
-    except ConfigError as refused:
-        return _problem(name, _reason(refused), _typed(name, getattr(config, name)))
+        return _problem(name, "has no effect: the run's precision is the dtype of its weights", "parallel.bf16=true")
     return None
-
-
-def _reason(refused: ConfigError) -> str:
-    return refused.problems[0].message
 
 
 def _problem(name: str, message: str, remedy: str) -> Problem:

@@ -254,13 +254,13 @@ def test_what_is_no_language_model_alone_is_refused(tmp_path: Path, kind: str, w
 
 
 WRONG: dict[str, tuple[str, str, str]] = {
-    "hidden_size=text": ("takes a whole number, not 'text'", "24", ""),
-    "hidden_size=2.5": ("takes a whole number, not '2.5'", "24", ""),
-    "hidden_size=true": ("takes a whole number, not 'true'", "24", ""),
-    "tie_word_embeddings=maybe": ("takes true or false, not 'maybe'", "true", ""),
-    "rms_norm_eps=NaN": ("NaN is not finite", "1e-06", ""),
-    "rms_norm_eps=nan": ("takes a number, not 'nan'", "1e-06", ""),
-    "layer_types=[a,b]": ("takes a list, as JSON, not '[a,b]'", "", ""),
+    "hidden_size=text": ("'hidden_size' expected int, got str", "24", ""),
+    "hidden_size=2.5": ("'hidden_size' expected int, got float", "24", ""),
+    "hidden_size=true": ("'hidden_size' expected int, got bool", "24", ""),
+    "tie_word_embeddings=maybe": ("expected bool, got str (value: 'maybe')", "true", ""),
+    "rms_norm_eps=NaN": ("expected float, got str (value: 'NaN')", "1e-06", ""),
+    "rms_norm_eps=1e999": ("expected float, got str (value: '1e999')", "1e-06", ""),
+    "layer_types=[a,b]": ("expected a list, got str", "", ""),
     "hiden_size=3": ("no such field; did you mean hidden_size", "3", "hidden_size"),
     "nothing=3": ("no such field", "", ""),
 }
