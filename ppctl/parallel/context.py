@@ -1,7 +1,7 @@
 """Context parallelism: attention over sequences of which each rank of a group has its halves (`sequence_halves.py`).
 
-How a block of queries attends to a block of keys (`BlockKernel`), and how whole sequences attend, are parameters.
-Megatron's `cp_comm_type` names the ways:
+How a block of queries attends to a block of keys (`model/block_attention.py`), and how whole sequences attend, are
+parameters. Megatron's `cp_comm_type` names the ways, each an `Attend` of `model/attention.py` to a rank's part of rows:
 
 * `p2p` (`RingAttention`): keys and values travel round; each hop runs beside the blocks of what is at hand.
 * `all_gather` (`GatherAttention`): they are gathered once, beside the blocks of the rank's own.
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ from torch.autograd.function import once_differentiable
 
 from ppctl.comm.groups import send_round
 from ppctl.comm.turns import hand_over
+from ppctl.model.attention import Attend
+from ppctl.model.block_attention import BlockAttention
+from ppctl.model.dropped_attention import Dropped, DroppedBlock
+from ppctl.model.packing import Documents
 from ppctl.parallel.all_to_all import all_to_all
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather, reduce_scatter
@@ -45,46 +49,6 @@ from ppctl.sequence_halves import (
 )
 from ppctl.tensors.tensor_halves import own_positions, to_ranks, to_whole
 from ppctl.tensors.wide_dtype import wide_dtype
-
-
-class BlockKernel(Protocol):
-    """Attention of a block of queries to a block of keys: `model/block_attention.py` has the contract."""
-
-    @property
-    def joins_documents(self) -> bool:
-        """Whether one call computes a causal block of several documents, by their lengths."""
-
-    @property
-    def forward(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """((q, k, v, scale, causal, documents),) -> result and log-sums."""
-
-    @property
-    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        """(result's gradient, forward's argument, result, log-sums) -> gradients of q, k and v."""
-
-
-class HasLengths(Protocol):
-    """`model/packing.py`'s Documents."""
-
-    @property
-    def lengths(self) -> Lengths:
-        """The lengths of the documents of the whole rows."""
-
-
-class Drops(Protocol):
-    """Which probabilities are dropped, by positions: `model/dropped_attention.py`'s Dropped."""
-
-    def of_heads(self, rank: int, heads: int) -> Drops:
-        """The draws for heads [rank * heads, (rank + 1) * heads) of these heads."""
-
-    def at(self, rows: slice, queries: Tensor, keys: Tensor) -> BlockKernel:
-        """The kernel of a block: of these samples, queries and keys at these positions in their rows (int64)."""
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, Any, float | None, Any], Tensor]
-"""Causal attention within rows, or documents: (q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s,
-values' width], documents of the whole rows or None, scale of the scores or None for 1 / sqrt(width), Drops or None) ->
-[b, heads, s, values' width]. All ways below are such functions, with s a rank's part of the rows."""
 
 
 class BlockGroup(NamedTuple):
@@ -119,7 +83,7 @@ def _start_hop(sent: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 class _Blockwise:
     """Attention by blocks; subclasses define how keys and values arrive, and how their gradients leave."""
 
-    def __init__(self, group: dist.ProcessGroup, kernel: BlockKernel) -> None:
+    def __init__(self, group: dist.ProcessGroup, kernel: BlockAttention) -> None:
         self.group, self.kernel = group, kernel
 
     def __call__(
@@ -127,9 +91,9 @@ class _Blockwise:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: HasLengths | None = None,
+        documents: Documents | None = None,
         scale: float | None = None,
-        drops: Drops | None = None,
+        drops: Dropped | None = None,
     ) -> Tensor:
         """An `Attend`. Under autocast, heads are cast as torch's own attention casts them."""
         kind = q.device.type
@@ -140,7 +104,7 @@ class _Blockwise:
         out: Tensor = _BlockwiseAttention.apply(q, k, v, self, lengths, scale, drops)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
         """All that this rank's queries see, its own keys first. Each part's exchange starts before the part ahead."""
         raise NotImplementedError
 
@@ -149,7 +113,7 @@ class _Blockwise:
         those of each of `parts`, in order."""
         raise NotImplementedError
 
-    def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None, *, apart: bool) -> BlockGroup:
+    def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None, *, apart: bool) -> BlockGroup:
         """A rank's own tokens; `apart` looks at its halves as rows of their own."""
         halves = self._halves(keys_values)
         own = own_lengths(self._lengths(keys_values, lengths), halves, apart=apart)
@@ -158,7 +122,9 @@ class _Blockwise:
             return BlockGroup([VisibleBlock(slice(0, len(own)), every, every, causal=True)], keys_values, own)
         return BlockGroup(own_blocks(own), keys_values, halves=halves)
 
-    def kernels(self, q: Tensor, part: BlockGroup, drops: Drops | None) -> Callable[[VisibleBlock], BlockKernel]:
+    def kernels(
+        self, q: Tensor, part: BlockGroup, drops: Dropped | None
+    ) -> Callable[[VisibleBlock], BlockAttention | DroppedBlock]:
         """The kernel of each of a part's blocks: one for all, unless probabilities are dropped."""
         if drops is None:
             return lambda _: self.kernel
@@ -178,7 +144,7 @@ class RingAttention(_Blockwise):
     """Keys and values travel round the ring in forward and backward, each hop beside the blocks of the part before;
     their gradients follow, to their owner, beside the blocks of the part after."""
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
         """Yield this rank's keys and values, then those of each other rank, going backwards through the ring."""
         rank, size = self.group.rank(), self.group.size()
         rows, halves = self._lengths(keys_values, lengths), self._halves(keys_values)
@@ -212,7 +178,7 @@ class GatherAttention(_Blockwise):
     """Keys and values of all ranks are gathered beside the blocks within the rank's own halves, in the backward again;
     their gradients are summed and scattered."""
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
         """Its own keys and values, half by half, then all that stand before each half."""
         gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
         starting(self.group)
@@ -252,9 +218,9 @@ class HeadExchange:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: HasLengths | None = None,
+        documents: Documents | None = None,
         scale: float | None = None,
-        drops: Drops | None = None,
+        drops: Dropped | None = None,
     ) -> Tensor:
         """An `Attend`, for a number of heads that the ranks divide."""
         size, widths = self.group.size(), (q.shape[-1], k.shape[-1], v.shape[-1])
@@ -277,7 +243,7 @@ class HeadExchange:
 def context_attention(
     kind: str,
     group: dist.ProcessGroup,
-    kernel: BlockKernel,
+    kernel: BlockAttention,
     attend: Attend,
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> Attend:
@@ -306,7 +272,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         way: _Blockwise,
         lengths: Lengths | None,
         scale: float,
-        drops: Drops | None,
+        drops: Dropped | None,
     ) -> Tensor:
         wide = wide_dtype(q.dtype)
         b, heads, s, _ = q.shape
