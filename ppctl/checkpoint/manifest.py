@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from io import BufferedReader, BytesIO
+from io import BytesIO
 from itertools import groupby, islice
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from xxhash import xxh3_128
 
 from ppctl.checkpoint.boxes import Box, tiling_fault
 from ppctl.checkpoint.tensor_parts import DTYPES
-from ppctl.errors import CheckpointError, Problem, listed, pasted
+from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.host.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read_whole
 from ppctl.records.json_reader import Count, Line, parse, read, without_collections
 from ppctl.runs import checkpoint_folder
@@ -47,7 +47,7 @@ _MOST_ENTRIES = {"": 64, "files": 2**17, "tensors": 2**20}
 _MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
-"""Tensors that are named of a file that is missing or too short."""
+"""Tensors that are named of a manifest that does not describe them whole."""
 
 _BEGIN, _SEAL = b'{\n "format": 2,\n', b',\n "seal": "'
 
@@ -271,8 +271,7 @@ def _shard_fault(shard: ShardRecord, width: int, file: FileRecord | None) -> str
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare size and header of some files with their records: CheckpointError names those that differ, and tensors
-    that are lost with them."""
+    """Compare size and header of some files with their records: CheckpointError names those that differ."""
     problems = [problem for name in names if (problem := _fault(path, name, manifest))]
     if problems:
         raise CheckpointError(problems)
@@ -286,49 +285,19 @@ def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
         return damaged(path, f"{name} is not in its {MANIFEST}")
     try:
         with open_regular(path / name, follow=False) as stream:
-            return _difference(path, name, manifest, expected, stream)
+            size = os.fstat(stream.fileno()).st_size
+            header = stream.read(min(expected.header, size))
     except (FileNotFoundError, NotADirectoryError):
-        return damaged(path, f"{name} is missing", _lost(manifest, name, 0))
+        return damaged(path, f"{name} is missing")
     except OSError as error:
         if error.errno not in ODD:
             raise
-        return damaged(path, f"{name}: {error.strerror}", _lost(manifest, name, 0))
-
-
-def _difference(
-    path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BufferedReader
-) -> Problem | None:
-    """The first difference of an open file from its record. A header of another file is recognised by its digest."""
-    size = os.fstat(stream.fileno()).st_size
-    header = stream.read(min(expected.header, size))
-    same = xxh3_128(header).hexdigest() == expected.digest
-    if not same and (other := _written_as(manifest, header[:8], stream)):
-        fault = f"{name} holds what was written as {other}: bytes 0 to {expected.header}, its header, are others"
-        return damaged(path, fault, _lost(manifest, name, 0))
+        return damaged(path, f"{name}: {error.strerror}")
     if size != expected.bytes:
-        return damaged(path, f"{name} has {size} bytes instead of {expected.bytes}", _lost(manifest, name, size))
+        return damaged(path, f"{name} has {size} bytes instead of {expected.bytes}")
     what = "" if expected.header == expected.bytes else f": bytes 0 to {expected.header}, its header"
+    same = xxh3_128(header).hexdigest() == expected.digest
     return None if same else damaged(path, f"{name} has changed since it was written{what} (their {DIGEST} differs)")
-
-
-def _written_as(manifest: Manifest, begin: bytes, stream: BufferedReader) -> str:
-    """The name of the file whose header this file has; empty if no file of the checkpoint has it."""
-    length = 8 + int.from_bytes(begin, "little")
-    same_length = {record.digest: name for name, record in manifest.files.items() if record.header == length}
-    stream.seek(0)
-    return same_length.get(xxh3_128(stream.read(length)).hexdigest(), "") if same_length else ""
-
-
-def _lost(manifest: Manifest, file: str, size: int) -> str:
-    """A line for each of the first tensors of which a file of `size` bytes has not everything."""
-    lost = sorted(
-        (shard.bytes, name)
-        for name, record in manifest.tensors.items()
-        for shard in record.shards
-        if shard.file == file and shard.bytes[1] > max(size, shard.bytes[0])
-    )
-    lines = [f"{name}: bytes {begin} to {end}" for (begin, end), name in lost]
-    return listed(lines, _LISTED)
 
 
 def changed(file: str, begin: int, end: int, tensor: str) -> str:

@@ -14,6 +14,7 @@ from ppctl.config.batch_sizes import BatchSizes, rampup_of
 from ppctl.config.pieces import Rampup
 from ppctl.config.schema import RunConfig
 from ppctl.data.blend import Blend
+from ppctl.data.corpus import refuse_beyond
 from ppctl.data.load import NO_END, Data, DocumentEnd
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
@@ -86,9 +87,9 @@ class Batches:
         """This dp rank's share of `step`."""
         ids = self.sample_ids(step)
         mine = microbatches(ids, self.micro_batch_size, self.dp_rank, self.dp_size)
-        windows = torch.from_numpy(self.corpus.samples(mine, self.seq_length))
-        if windows.max() >= self.vocab_size or windows.min() < 0:
-            self.corpus.check_samples(mine, self.seq_length, self.vocab_size)
+        read = self.corpus.samples(mine, self.seq_length)
+        refuse_beyond(read.ravel(), self.vocab_size, lambda _: f"step {step + 1} of {self.corpus.description}")
+        windows = torch.from_numpy(read)
         tokens = windows[..., :-1].contiguous()
         details = self.corpus.details(mine, self.seq_length)
         counts = torch.ones_like(tokens, dtype=torch.float32)

@@ -97,11 +97,6 @@ class Blend:
         for corpus in self.corpora:
             corpus.check_vocabulary(vocab_size)
 
-    def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """Check each corpus, as `Corpus` does."""
-        for corpus, _, own in self._sorted(ids, seq_length):
-            corpus.check_samples(own, seq_length, vocab_size)
-
     def split(self, seq_length: int, fraction: float) -> tuple[Blend, Blend]:
         """Hold out the same share of every corpus."""
         parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]

@@ -84,12 +84,6 @@ class ConversationRows:
         """Raise DataError for the first token that a model of this vocabulary has no row for."""
         self.conversations.check_vocabulary(vocab_size)
 
-    def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """Raise DataError if one of these rows holds a token beyond the vocabulary."""
-        for row in ids.flat:
-            for _, here in self._parts(int(row)):
-                self.conversations.check_tokens(here.start, here.stop, vocab_size)
-
     def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
         """Hold out the last rows; raises DataError if none is left to train on."""
         number = self.num_samples(seq_length)

@@ -74,20 +74,12 @@ class Corpus:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise DataError naming the document of the first of WHOLE bytes' tokens that the model's vocabulary lacks."""
-        _refuse_beyond(self, self.tokens[: WHOLE // self.tokens.dtype.itemsize], 0, vocab_size)
+        tokens = self.tokens[: WHOLE // self.tokens.dtype.itemsize]
+        refuse_beyond(tokens, vocab_size, lambda at: f"{self.place_of(at)} (token {at:,} of its data)")
 
     def holds(self, token: int) -> bool:
         """Whether `token` is among the first WHOLE bytes."""
         return bool((self.tokens[: WHOLE // self.tokens.dtype.itemsize] == token).any())
-
-    def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """Raise DataError if one of these samples holds such a token."""
-        for sample in ids.flatten():
-            self.check_tokens(int(sample) * seq_length, (int(sample) + 1) * seq_length + 1, vocab_size)
-
-    def check_tokens(self, begin: int, end: int, vocab_size: int) -> None:
-        """Raise DataError if the tokens from `begin` to before `end` hold such a token."""
-        _refuse_beyond(self, self.tokens[begin:end], begin, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
         """The samples to train on and the share held out at the end, at least one. Raises DataError if that is all."""
@@ -179,13 +171,13 @@ def _digest(prefix: str, tokens: Tokens) -> str:
     return digest.hexdigest()
 
 
-def _refuse_beyond(corpus: Corpus, tokens: Tokens, begin: int, vocab_size: int) -> None:
+def refuse_beyond(tokens: Tokens, vocab_size: int, place_of: Callable[[int], str]) -> None:
+    """Raise DataError (PP-E406) for the first of these tokens that is not one of `vocab_size`, at the place that
+    `place_of` names by its position."""
     if not len(tokens) or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return
     at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
     largest = int(tokens.max())
     remedy = f"model.vocab_size={-(-(largest + 1) // 64) * 64}" if largest >= vocab_size else READ_LIBRARY
     message = f"the data holds token {int(tokens[at])}, and model.vocab_size={vocab_size} ends at {vocab_size - 1}"
-    raise DataError(
-        Problem("PP-E406", message, remedy, place=f"{corpus.place_of(begin + at)} (token {begin + at:,} of its data)")
-    )
+    raise DataError(Problem("PP-E406", message, remedy, place=place_of(at)))

@@ -15,7 +15,7 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,34 +82,27 @@ class Indexed:
     def document_at(self, position: int) -> str:
         """Which document the token at `position` belongs to, for people."""
         sequence = int(np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), position, side="right"))
-        return f"{bin_path(self.prefix)}: document {self.document_of(sequence)}"
-
-    def document_of(self, sequence: int) -> int:
-        """The number of the document, from 0, that a sequence belongs to."""
-        return int(np.searchsorted(self.boundaries, sequence, side="right")) - 1
+        document = int(np.searchsorted(self.boundaries, sequence, side="right")) - 1
+        return f"{bin_path(self.prefix)}: document {document}"
 
 
 def open_indexed(prefix: str) -> Indexed:
-    """Map both files of `prefix`. Raises DataError naming the file, and the document, if one is damaged."""
+    """Map both files of `prefix`. Raises DataError naming the file if one is damaged."""
     idx, bin_ = idx_path(prefix), bin_path(prefix)
     for file, other in ((idx, bin_), (bin_, idx)):
         if not file.exists():
             message = f"{file} is missing, and {other.name} alone cannot be read"
             raise DataError(Problem("PP-E412", message, f"ls -l {pasted(prefix)}.*", place=f"data.path={prefix}"))
     try:
-        indexed = _read(prefix, idx, bin_)
+        return _read(prefix, idx, bin_)
     except OSError as error:
         file = error.filename or idx
         problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
         raise DataError(problem) from error
-    damage = next(_damage(indexed, idx, bin_), None)
-    if damage is not None:
-        raise DataError(Problem("PP-E412", damage, f"ls -l {pasted(prefix)}.*", place=f"data.path={prefix}"))
-    return indexed
 
 
 def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
-    """Map what the header says is there. Raises DataError if the header or the file's size is wrong."""
+    """Map what the header says is there. Raises DataError if that, or the size of a file, is wrong."""
     size = idx.stat().st_size
     with open(idx, "rb") as stream:
         head = stream.read(HEADER.size)
@@ -133,38 +126,15 @@ def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
         raise _broken(idx, f"sequence {int(np.argmax(lengths < 0))} has {int(lengths.min())} tokens")
     pointers = _map(idx, "<i8", at + 4 * sequences, sequences)
     wrong = pointers != (ends - lengths) * dtype.itemsize
-    indexed = Indexed(
-        prefix,
-        _map(bin_, dtype, 0, bin_.stat().st_size // dtype.itemsize),
-        lengths,
-        _map(idx, "<i8", at + 12 * sequences, boundaries),
-    )
     if wrong.any():
-        first = int(np.argmax(wrong))
-        begins = int(ends[first] - lengths[first]) * dtype.itemsize
-        where = f"document {indexed.document_of(first)} (sequence {first})"
-        raise _broken(idx, f"{where} begins at byte {int(pointers[first]):,}, and what is before it ends at {begins:,}")
-    return indexed
-
-
-def _damage(indexed: Indexed, idx: Path, bin_: Path) -> Iterator[str]:
-    boundaries, sequences = indexed.boundaries, len(indexed.lengths)
-    if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
-        span = f"from {boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "nothing"
-        yield f"{idx} is damaged: its documents are {span}, and its sequences from 0 to {sequences}"
-    falls = np.diff(boundaries) < 0
-    if falls.any():
-        yield f"{idx} is damaged: document {int(np.argmax(falls))} ends before it begins"
-    ends = np.cumsum(indexed.lengths, dtype=np.int64)
-    itemsize = indexed.tokens.dtype.itemsize
-    total, size = int(ends[-1]) * itemsize if sequences else 0, bin_.stat().st_size
-    if size < total:
-        sequence = int(np.searchsorted(ends * itemsize, size, side="right"))
-        document = indexed.document_of(sequence)
-        whole = f"document {document} is the first that is not whole"
-        yield f"{bin_} is cut short: it has {size:,} bytes, and {idx.name} says {total:,}; {whole}"
-    elif size > total:
-        yield f"{bin_} and {idx.name} do not belong together: {size:,} bytes, and the index says {total:,}"
+        raise _broken(idx, f"sequence {int(np.argmax(wrong))} does not begin where the one before it ends")
+    documents = _map(idx, "<i8", at + 12 * sequences, boundaries)
+    if not boundaries or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
+        raise _broken(idx, f"its documents do not lead from sequence 0 to the end of its {sequences:,} sequences")
+    size, total = bin_.stat().st_size, int(ends[-1]) * dtype.itemsize if sequences else 0
+    if size != total:
+        raise _broken(bin_, f"it has {size:,} bytes, and {idx.name} says {total:,}")
+    return Indexed(prefix, _map(bin_, dtype, 0, size // dtype.itemsize), lengths, documents)
 
 
 def _map(file: Path, dtype: Any, offset: int, count: int) -> Integers:
@@ -174,9 +144,9 @@ def _map(file: Path, dtype: Any, offset: int, count: int) -> Integers:
     return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
 
 
-def _broken(idx: Path, fault: str) -> DataError:
-    place = f"data.path={idx}"[:-4]
-    return DataError(Problem("PP-E412", f"{idx} is damaged: {fault}", f"ls -l {pasted(idx)}", place))
+def _broken(file: Path, fault: str) -> DataError:
+    place = f"data.path={file}"[:-4]
+    return DataError(Problem("PP-E412", f"{file} is damaged: {fault}", f"ls -l {pasted(file)}", place))
 
 
 # Writing

@@ -81,9 +81,9 @@ def damage(home: Path, tmp_path: Path, *, cut: str = "", poke: tuple[str, int, b
 
 
 BAD = {
-    "a damaged index": ({"poke": ("idx", 40, b"\xff")}, "PP-E412", "bad.idx is damaged: document 2"),
+    "a damaged index": ({"poke": ("idx", 40, b"\xff")}, "PP-E412", "bad.idx is damaged: sequence 2 does not"),
     "an index cut short": ({"cut": "idx"}, "PP-E412", "bad.idx is damaged: it has"),
-    "tokens cut short": ({"cut": "bin"}, "PP-E412", "bad.bin is cut short"),
+    "tokens cut short": ({"cut": "bin"}, "PP-E412", "bad.bin is damaged: it has"),
     "a token beyond the vocabulary": ({"poke": ("bin", 2, b"\xff\xff")}, "PP-E406", "bad.bin: document 0 (token 1 of"),
 }
 

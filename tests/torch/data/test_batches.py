@@ -67,6 +67,15 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_a_size_that_works():
     batches(vocab_size=101)
 
 
+def test_a_token_that_no_check_before_training_has_read_ends_the_run_at_its_step(monkeypatch):
+    monkeypatch.setattr("ppctl.data.corpus.WHOLE", 64)
+    reader = batches(vocab_size=100, global_batch_size=10)
+    with pytest.raises(DataError, match=r"PP-E406: the data holds token 100, .*") as caught:
+        for step in (0, 1):
+            reader.step(step)
+    assert caught.value.problems[0].place.startswith("step ")
+
+
 def test_a_corpus_without_a_whole_sample_is_refused():
     with pytest.raises(DataError, match="PP-E404"):
         batches(seq_length=101)

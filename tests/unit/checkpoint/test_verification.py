@@ -65,14 +65,11 @@ def test_what_was_written_is_good_and_every_byte_of_values_is_read(path: Path) -
     assert (quick.problems, quick.read) == ([], 0)
 
 
-def test_two_exchanged_files_are_named_with_tensors_and_bytes(path: Path) -> None:
-    begin, end = part(path, FIRST).bytes
+def test_two_exchanged_files_are_named(path: Path) -> None:
     exchange_files(path)
     for values in (True, False):
         text = told(examine(path, values=values).problems)
-        assert f"{FIRST} holds what was written as {SECOND}: bytes 0 to" in text
-        assert f"{SECOND} holds what was written as {FIRST}: bytes 0 to" in text
-        assert f"\n  {WQ}: bytes {begin} to {end}" in text
+        assert f"damaged: {FIRST} has " in text and f"damaged: {SECOND} has " in text
 
 
 def test_a_manifest_of_another_run_is_named_with_tensor_file_and_bytes(path: Path) -> None:
@@ -81,19 +78,16 @@ def test_a_manifest_of_another_run_is_named_with_tensor_file_and_bytes(path: Pat
     assert f"{FIRST} has changed since it was written: bytes {begin} to {end}, of {WQ}" in told(examine(path).problems)
 
 
-def test_a_missing_file_is_named_with_the_tensors_that_are_lost(path: Path) -> None:
-    begin, end = part(path, SECOND).bytes
+def test_a_missing_file_is_named(path: Path) -> None:
     (path / SECOND).unlink()
-    text = told(examine(path).problems)
-    assert f"{SECOND} is missing" in text and f"\n  {WQ}: bytes {begin} to {end}" in text
+    assert f"{SECOND} is missing" in told(examine(path).problems)
 
 
-def test_a_truncated_file_is_named_with_the_tensors_that_are_cut(path: Path) -> None:
+def test_a_truncated_file_is_named_with_its_sizes(path: Path) -> None:
     cut(path)
     text = told(examine(path).problems)
     size = (path / SECOND).stat().st_size
     assert f"{SECOND} has {size} bytes instead of {size + 2}" in text
-    assert f"model.norm.weight: bytes {size - 2} to {size + 2}" in text and WQ not in text
 
 
 def test_a_flipped_byte_is_found_only_by_reading_values(path: Path) -> None:
