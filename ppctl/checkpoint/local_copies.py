@@ -25,8 +25,6 @@ from ppctl.errors import CheckpointError, Problem
 
 _PIECE = 2**28
 """Bytes of a message."""
-_SHOWN = 4
-"""Hosts that are named."""
 
 
 class CopiesAtStart(NamedTuple):
@@ -35,8 +33,6 @@ class CopiesAtStart(NamedTuple):
     start: str
     """A number of this start."""
     hosts: list[list[int]]
-    names: list[str]
-    """The hosts' names."""
     keepers: list[int]
     """For each rank, who keeps its copy on a neighbouring host; empty without replicas."""
     sizes: list[int]
@@ -78,7 +74,6 @@ class LocalCopies:
         return CopiesAtStart(
             secrets.token_hex(8),
             hosts,
-            [seen[ranks[0]].host for ranks in hosts],
             local_copy.keepers(hosts) if self.replicas else [],
             [each.bytes for each in seen] if self.replicas else [],
             chosen,
@@ -104,21 +99,6 @@ class LocalCopies:
         return [LocalCopy(self.directory, rank, kept=False) for rank in self._here] + [
             LocalCopy(self.directory, rank, kept=True) for rank in kept
         ]
-
-    def sources_text(self) -> str:
-        """Where copies come from that do not lie on their ranks' own hosts, for a person."""
-        assert self.survey.chosen is not None
-        host_of = {rank: number for number, ranks in enumerate(self.survey.hosts) for rank in ranks}
-        moved = dict.fromkeys(
-            (host_of[rank], host_of[source], kept)
-            for rank, (source, kept) in enumerate(self.survey.chosen.sources)
-            if kept or source != rank
-        )
-        names = self.survey.names
-        how = {True: "that its neighbour {} kept", False: "that were left on {}"}
-        each = [f", those of {names[to]} from copies {how[kept].format(names[of])}" for to, of, kept in moved]
-        more = [f", and {len(each) - _SHOWN} hosts more"] if len(each) > _SHOWN else []
-        return "".join([*each[:_SHOWN], *more])
 
     def load(self, memory: HostMemory) -> LocalRecord | None:
         """Bring the chosen copies into the memory of their ranks. Returns the record, or None on all ranks if the

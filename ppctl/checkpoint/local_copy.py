@@ -22,7 +22,7 @@ from ppctl.checkpoint.manifest import digests_of
 from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.host import private_files
-from ppctl.host.processes import identity
+from ppctl.host.processes import boot
 from ppctl.records.json_reader import parse, read
 
 _OWN = re.compile(r"rank-([0-9]{5,})(\.kept)?\.(values|json|tmp)")
@@ -151,7 +151,6 @@ class Seen(NamedTuple):
 
     place: str
     """Equal for ranks that share the directory with the copies."""
-    host: str
     parts: str
     """A digest of what the rank holds now."""
     bytes: int
@@ -181,15 +180,15 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], siz
         message = f"copies in memory cannot be kept there: {error.strerror} ({error.filename})"
         remedy = pasted(f"checkpoint.local={private_files.shared_memory()}/ppctl-{directory.name[-8:]}")
         raise CheckpointError(Problem("PP-E650", message, remedy, "checkpoint.local")) from error
-    status, process = directory.stat(), identity()
-    place, own = f"{process['boot']} {status.st_dev} {status.st_ino}", _digest(world, parts)
+    status = directory.stat()
+    place, own = f"{boot()} {status.st_dev} {status.st_ino}", _digest(world, parts)
     copies, changed = [], False
     for copy, record in _records(directory):
         if (copy.rank, copy.kept, record.parts) == (rank, False, own) and not copy.is_intact():
             changed = True
         else:
             copies.append(HostCopy(copy.rank, copy.kept, record.step, record.start, record.parts))
-    return Seen(place, process["machine"], own, size, copies, changed)
+    return Seen(place, own, size, copies, changed)
 
 
 def hosts_of(places: Sequence[str]) -> list[list[int]]:
@@ -254,16 +253,10 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
 
 def why_none(seen: Sequence[Seen]) -> str:
     """Return why copies that are there are not chosen; empty if there are none."""
-    fit = [copy for each in seen for copy in each.copies if _fits(copy, seen)]
     if any(each.changed for each in seen):
         return CHANGED
-    if not fit:
-        step = latest_of_others(seen)
-        return f"note: copies in memory are of step {step}, of another cut or optimizer" if step else ""
-    steps, ranks = sorted({copy.step for copy in fit}), {copy.rank for copy in fit}
-    several = ", made in several starts of the run" * (len({(copy.step, copy.start) for copy in fit}) > len(steps))
-    where = f"steps {', '.join(map(str, steps))}, on {len(ranks)} of {len(seen)} ranks{several}"
-    return f"note: copies in memory are of {where}"
+    steps = ", ".join(map(str, sorted({copy.step for each in seen for copy in each.copies})))
+    return f"note: copies in memory (steps {steps}) are not whole for this cut" if steps else ""
 
 
 def latest_of_others(seen: Sequence[Seen]) -> int:

@@ -317,5 +317,4 @@ def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Cho
         return _Choice(line=note if note.startswith("warning") else f"{note}: going on from {on_disk}")
     if chosen.step <= step_of(path):
         return _Choice()
-    where = f"the copies of step {chosen.step} in memory{local.sources_text()}"
-    return _Choice(True, path, f"going on from {where}; there is {on_disk}")
+    return _Choice(True, path, f"going on from the copies of step {chosen.step} in memory; there is {on_disk}")

@@ -66,7 +66,7 @@ def seen(*hosts: tuple[str, list[int], str]) -> list[Seen]:
             HostCopy(int(rank.rstrip("k")), rank.endswith("k"), int(step), start, f"parts {rank.rstrip('k')}")
             for rank, step, start in (each.split() for each in lying.split(",") if each)
         ]
-        found |= {rank: Seen(name, name, f"parts {rank}", 1, copies, False) for rank in ranks}
+        found |= {rank: Seen(name, f"parts {rank}", 1, copies, False) for rank in ranks}
     return [found[rank] for rank in range(len(found))]
 
 
@@ -105,7 +105,7 @@ def test_a_copy_of_other_parts_or_of_a_rank_that_is_no_more_is_none():
     ranks = seen(("one", [0], "0 6 a, 1 6 a, 2 6 a"), ("other", [1], ""))
     assert choose(ranks) == Chosen(6, "a", [(0, False), (0, False)])
     ranks[1] = ranks[1]._replace(parts="others")
-    assert choose(ranks) is None and "on 1 of 2 ranks" in why_none(ranks)
+    assert choose(ranks) is None and "(steps 6) are not whole" in why_none(ranks)
 
 
 def test_a_copy_that_has_changed_is_replaced_by_the_neighbours(tmp_path):
