@@ -165,7 +165,6 @@ class LogConfig:
     two runs by them."""
     prompts: list[str] | None = key(None, lines=True)
     """Texts that the model continues when the run has finished, printed and kept in result.json; with data.format=chat
-    users' messages. none: a piece of the data, of conversations one up to an answer. Models of at most 250 million
-    parameters continue them; for larger ones there is `ppctl generate`."""
+    users' messages. none: a piece of the data, of conversations one up to an answer."""
     profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""

@@ -91,3 +91,14 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.Proces
     """Give whole parameters, of whose gradients every rank has a part, the sums over the ranks; once a step."""
     for work in start_sums(parameters, group):
         work.wait()
+
+
+def gather_runs(own: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """The whole tensor, `size` long along `dim`, from the ranks' runs of it (as `geometry/rows.py` cuts it)."""
+    step = -(-size // group.size())
+    first = own.movedim(dim, 0)
+    filled = first.new_zeros(step, *first.shape[1:])
+    filled[: len(first)] = first
+    rows = filled.new_empty(group.size() * filled.numel())
+    all_gather(rows, filled.view(-1), group=group)
+    return rows.view(-1, *first.shape[1:])[:size].movedim(0, dim).contiguous()

@@ -6,13 +6,11 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ppctl.data.chat_template import open_template
 from ppctl.data.load import load_tokenizer
@@ -63,36 +61,22 @@ def _prompt(args: Namespace, tokenizer: Tokenizer, model: WholeModel) -> Prompt:
 
 
 def _continued(model: WholeModel, given: list[int], args: Namespace, most: int, ids: list[int]) -> Iterator[int]:
-    """`continued` as the command asks, each token also added to `ids`; up to an end that the tokenizer or the settings
-    beside it name."""
+    """At most so many tokens, each also added to `ids`, the likeliest or draws; up to an end that the tokenizer or the
+    settings beside it name."""
     dice, path = torch.Generator().manual_seed(args.seed or 0), Path(args.tokenizer).expanduser()
     draws = any(each is not None for each in (args.temperature, args.top_k, args.top_p, args.seed))
     ends = {args.end}
     for file in () if args.tokenizer == "byte" else (GENERATION, CONFIG):
         named = read_settings((path if path.is_dir() else path.parent) / file).get("eos_token_id")
         ends |= {*named} if isinstance(named, list) else {named}
-    how = partial(drawn, dice=dice, temperature=args.temperature or 1.0, top_k=args.top_k, top_p=args.top_p or 1.0)
-    for token in continued(model, given, most, ends, how if draws else torch.argmax, args.device):
-        ids.append(token)
-        yield token
-
-
-def continued(
-    model: WholeModel,
-    given: list[int],
-    most: int,
-    ends: Container[int | None],
-    choose: Callable[[Tensor], Tensor],
-    device: torch.device,
-) -> Iterator[int]:
-    """The tokens behind those `given`, at most so many, each as `choose` takes it from the logits [words]; up to one of
-    the `ends`, which is left out."""
-    for _ in range(most):
+    while len(ids) < most:
         with torch.inference_mode():
-            logits = model.after(torch.tensor([given], device=device))
-        token = int(choose(logits))
+            logits = model.after(torch.tensor([given], device=args.device))
+        how = args.temperature or 1.0, args.top_k, args.top_p or 1.0
+        token = int(drawn(logits, dice, *how) if draws else logits.argmax())
         if token in ends:
             return
+        ids.append(token)
         yield token
         given = [token]
 

@@ -106,13 +106,12 @@ def show_end(outcome: TrainingEnd) -> None:
 
 def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
     """Write the result, measured costs, and samples if the run was not stopped. A collective: only rank 0 writes."""
+    samples = [] if outcome.stopped else write_samples(session)
     spans = session.pipeline.recorder.spans() if session.own.in_first_pipeline else []
     costs = gather_costs(session, spans)
     if not leads:
         return
-    run, state, samples = shared.run, final_state(outcome), list[dict[str, str]]()
-    if not outcome.stopped and outcome.checkpoint is not None:
-        samples = write_samples(session, outcome.checkpoint)
+    run, state = shared.run, final_state(outcome)
     if costs is not None:
         run.write_profile(costs)
     run.write_result(

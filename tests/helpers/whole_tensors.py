@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.parallel.shard import all_gather
+from ppctl.parallel.tensor import gather_runs
 from ppctl.train.session import Session
 from ppctl.train.trained_weights import ShardedWeights
 
@@ -30,17 +29,6 @@ def whole_of(session: Session, name: str, own: Tensor) -> Tensor:
         if axis != "ep":
             own = gather_runs(own, dim, shape[dim], session.groups[axis])
     return own
-
-
-def gather_runs(own: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """The whole tensor, `size` long along `dim`, from the ranks' runs of it (as `geometry/rows.py` cuts it)."""
-    step = -(-size // group.size())
-    first = own.movedim(dim, 0)
-    filled = first.new_zeros(step, *first.shape[1:])
-    filled[: len(first)] = first
-    rows = filled.new_empty(group.size() * filled.numel())
-    all_gather(rows, filled.view(-1), group=group)
-    return rows.view(-1, *first.shape[1:])[:size].movedim(0, dim).contiguous()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Models of transformers evaluated in stages: the whole model's loss to the bit."""
+"""Models of transformers evaluated and sampled in stages: the whole model's loss to the bit, and its greedy tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.data.load import load_data
 from ppctl.model.loss import token_losses
 from ppctl.plan.build import build_plan
+from ppctl.train import generate
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
@@ -25,6 +26,7 @@ from ppctl.train.snapshot import start_from
 # Models are described, which takes ten seconds of a quiet machine.
 pytestmark = pytest.mark.timeout(400)
 
+PROMPT, COUNT = [17, 101, 32, 116, 104, 101], 8
 SECONDS = 300.0
 """That ranks may take, as each imports transformers."""
 
@@ -40,14 +42,16 @@ def run_config(text: Path, kind: str, **cut: Any) -> RunConfig:
     return config
 
 
-def evaluated(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Runs in a rank: what an evaluation says before any step."""
+def evaluated_and_sampled(mapping: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Runs in a rank: what an evaluation says before any step, and the likeliest tokens behind a prompt."""
     config = from_mapping(mapping)
     plan = build_plan(config, {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), CPU)
     start_from(session, Path(str(config.model.from_)))
-    return Evaluator(session)()
+    found = Evaluator(session)()
+    generate._LIKELIEST = 1
+    return found, generate.Generator(session).continue_prompt(PROMPT, COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +62,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", pytest.param("Mixtral", marks=pytest.mark.whole)])
-def test_stages_evaluate_as_the_whole_model(text: Path, kind: str) -> None:
+def test_stages_evaluate_and_sample_as_the_whole_model(text: Path, kind: str) -> None:
     config = run_config(text, kind, pp=1, vpp=None)
-    (whole,) = run_ranks(evaluated, 1, to_mapping(config), timeout=SECONDS)
+    ((whole, tokens),) = run_ranks(evaluated_and_sampled, 1, to_mapping(config), timeout=SECONDS)
     cut = to_mapping(run_config(text, kind, pp=2, vpp=2))
-    assert run_ranks(evaluated, 2, cut, timeout=SECONDS) == [whole] * 2
+    assert run_ranks(evaluated_and_sampled, 2, cut, timeout=SECONDS) == [(whole, tokens)] * 2
 
     model = model_of(kind).eval()
     held_out = load_data(config.data).held_out
     windows = torch.from_numpy(held_out.samples(torch.arange(held_out.num_samples(SEQ)).numpy(), SEQ))
     with torch.no_grad():
         losses = token_losses(model(windows[:, :-1], use_cache=False).logits, windows[:, 1:])
+        greedy: Any = model.generate(
+            torch.tensor([PROMPT]), max_new_tokens=COUNT, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
     assert whole["eval_loss"] == pytest.approx(losses.double().mean().item(), rel=1e-6)
+    assert tokens == greedy[0, len(PROMPT) :].tolist()
+    assert len(set(tokens)) > 1

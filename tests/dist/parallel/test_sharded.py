@@ -20,6 +20,7 @@ from whole_tensors import all_held, whole_of
 from ppctl.config.mapping import to_mapping
 from ppctl.parallel.shard import part_of, scatter_sums, start_gather
 from ppctl.train.evaluate import Evaluator
+from ppctl.train.generate import write_samples
 from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.trained_weights import GatheredWeights
 
@@ -181,7 +182,7 @@ def test_sharded_half_precision_follows_its_replicas(text: Path, switch: str) ->
 
 
 def save_and_load(saves: list[dict], loads: list[tuple[dict, int]], root: str) -> tuple[list[dict], list[tuple]]:
-    """(each save's tensors, each load's tensors with the next step's loss); a load names its save."""
+    """(each save's tensors, each load's tensors with its sample and the next step's loss); a load names its save."""
     saved, loaded = [], []
     for number, mapping in enumerate(saves):
         session = session_of(mapping)
@@ -193,7 +194,8 @@ def save_and_load(saves: list[dict], loads: list[tuple[dict, int]], root: str) -
     for mapping, number in loads:
         session = session_of(mapping)
         load_checkpoint(session, Path(root) / str(number) / "step-2")
-        loaded.append((tensors_of(session), trainer_of(session, 2).step(2).record["loss"]))
+        sample = write_samples(session)
+        loaded.append((tensors_of(session), sample, trainer_of(session, 2).step(2).record["loss"]))
     return saved, loaded
 
 
@@ -221,15 +223,20 @@ def test_a_checkpoint_knows_nothing_of_sharding(text: Path, tmp_path: Path) -> N
         (mapping_of(text, "optimizer_gradients"), 1),
         (mapping_of(text, "full", **other), 1),
     ]
+    for mapping, _ in loads:
+        mapping["scale"] = "smoke"  # a short sample
     results = run_ranks(save_and_load, 4, saves, loads, str(tmp_path))
     everything = [{}, {}]
     for saved, _ in results:
         for whole, tensors in zip(everything, saved, strict=True):
             whole |= tensors
     for _, loaded in results:
-        for (_, number), (tensors, loss) in zip(loads, loaded, strict=True):
+        for (_, number), (tensors, _, loss) in zip(loads, loaded, strict=True):
             assert all(torch.equal(value, everything[number][name]) for name, value in tensors.items())
-            assert loss == pytest.approx(results[0][1][0][1], rel=1e-6)
+            assert loss == pytest.approx(results[0][1][0][2], rel=1e-6)
+    samples = [sample for _, sample, _ in results[0][1]]
+    assert samples[0] is not None
+    assert all(sample == samples[0] for sample in samples)
 
 
 def sum_and_gather() -> None:

@@ -19,6 +19,7 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.model.packing import Packing
 from ppctl.plan.build import build_plan
+from ppctl.train.generate import write_samples
 from ppctl.train.session import build_session
 
 MLA = dict(multi_latent_attention=True, q_lora_rank=10, kv_lora_rank=14, qk_head_dim=6, qk_pos_emb_head_dim=8)
@@ -86,19 +87,21 @@ def test_replicas_whose_documents_differ_agree_with_one_process_to_a_millionth(t
         assert [r["grad_norm"] for r in records] == pytest.approx(expected.norms, rel=1e-6)
 
 
-def evaluations(mapping: dict, directory: str) -> list[float | None]:
-    """In a rank: what evaluations said."""
+def whole_run(mapping: dict, directory: str) -> tuple[list[float | None], list[dict]]:
+    """In a rank: what evaluations said, and the sample at the end."""
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
     _, notes = train_noted(session, Path(directory))
-    return [record.get("eval_loss") for record in notes.records]
+    return [record.get("eval_loss") for record in notes.records], write_samples(session)
 
 
-def test_evaluation_keeps_documents_apart_in_any_cut(text, tmp_path):
+def test_evaluation_and_the_sample_keep_documents_apart_in_any_cut(text, tmp_path):
     found = []
     for layout, pp in (("Et*5L", 1), ("E|t*3|t*2|L", 4)):
         config = packed(text, "dense, MTP", layout, pp, 2, mtp_num_layers=None)
+        config.scale = "smoke"  # a short sample
         config.data.validation_split, config.train.eval_interval, config.train.eval_steps = 0.1, 2, 3
-        found.append(run_ranks(evaluations, pp, to_mapping(config), str(tmp_path / str(pp)))[0])
+        found.append(run_ranks(whole_run, pp, to_mapping(config), str(tmp_path / str(pp)))[0])
     assert found[0] == found[1]
-    assert found[0][3] < found[0][1]
+    losses, (sample,) = found[0]
+    assert losses[3] < losses[1] and len(sample["text"]) > 0
