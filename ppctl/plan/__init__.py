@@ -16,8 +16,8 @@
 Must not know torch, Hydra or processes.
 """
 
-from ppctl.plan.build import build_plan, fits, plan_checked
+from ppctl.plan.build import build_plan, plan_checked
 from ppctl.plan.plan import Plan, RankPlan
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 
-__all__ = ["Derived", "Plan", "RankCost", "RankPlan", "StageSpec", "TensorSpec", "build_plan", "fits", "plan_checked"]
+__all__ = ["Derived", "Plan", "RankCost", "RankPlan", "StageSpec", "TensorSpec", "build_plan", "plan_checked"]
