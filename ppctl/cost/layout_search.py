@@ -9,11 +9,9 @@ with all layouts in the tests, of others no bound is known.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from ppctl.cost.layout_scores import Candidate, Price, Scores, Space, StagePrice
 from ppctl.layout.rules import even_counts
@@ -150,29 +148,15 @@ class _LayoutSearch:
 
 
 def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
-    """Stages filled to a bound, for every home of the MTP layers; for the last, even shares of time or layers."""
+    """Stages filled to a bound, for every home of the MTP layers; for the last, even shares of the layers, too."""
     last = space.num_stages - 1
     for home in space.homes:
         counted: list[Sequence[int]] = [_filled(space, scores, home)]
         if home in (-1, last - 1, last):
-            counted += [_shares(space, scores, home), even_counts(space.num_layers, space.num_stages)]
+            counted.append(even_counts(space.num_layers, space.num_stages))
         for counts in counted:
             candidate = Candidate(tuple(counts), home)
             yield candidate if candidate.legal else candidate.pushed_before()
-
-
-def _shares(space: Space, scores: Scores, home: int) -> list[int]:
-    """Cuts where the time so far comes closest to the stage's share of the whole."""
-    last = space.num_stages - 1
-    ends = list(accumulate(scores.of(1, i, 1).seconds for i in range(space.num_layers)))
-    before, after = scores.of(0).seconds, scores.of(last).seconds
-    mtp = scores.of(1, mtp=True).seconds if home >= 0 else 0.0
-    share = (before + after + mtp + (ends[-1] if ends else 0.0)) / space.num_stages
-    cuts = [0]
-    for stage in range(last):
-        wanted = share * (stage + 1) - before - (mtp if 0 <= home <= stage else 0.0)
-        cuts.append(max(cuts[-1], min(space.num_layers, bisect_right(ends, wanted + 0.5 * share / space.num_stages))))
-    return [b - a for a, b in zip(cuts, [*cuts[1:], space.num_layers], strict=True)]
 
 
 def _filled(space: Space, scores: Scores, home: int) -> list[int]:
