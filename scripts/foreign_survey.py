@@ -1,10 +1,10 @@
 """Which architectures of transformers run in a pipeline: `python scripts/foreign_survey.py [MODEL_TYPE ...]`.
 
 For every type of its table of causal language models a directory is written whose config has the sizes that the library
-itself names, with four layers. A child makes the proof of it, as `ppctl doctor --model DIR` does, with every field set
-that a remedy names; with `--measure` it is described as `ppctl plan model.from=DIR` does it, which takes some five
-times as long. The answers are kept in `--answers DIR`, and `--page` writes docs/architectures.md of them. Types that
-are named are asked anew; without names all are that have no answer.
+itself names, with four layers. A child makes the proof of it with every field set that a remedy names; with `--measure`
+it is described as `ppctl plan model.from=DIR` does it, which takes some five times as long. The answers are kept in
+`--answers DIR`, and `--page` writes docs/architectures.md of them. Types that are named are asked anew; without names
+all are that have no answer.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ HEAD = """\
 Of the {all} types in the table of causal language models of transformers {version}, {runs} run with
 [their own code](hugging-face.md#any-other-causal-language-model-of-transformers): a small copy of each, whole and cut,
 has the same hidden states, loss and gradients to the bit. The rest is refused in the plan, with its reason. A
-directory's own config decides: `ppctl doctor --model DIR` tries yours, this table the sizes that the library itself
-names, with four layers. Another version of transformers has other code; `python scripts/foreign_survey.py --page`
-writes this page anew.
+directory's own config decides: `ppctl plan model.from=DIR model.implementation=transformers` tries yours, this table
+the sizes that the library itself names, with four layers. Another version of transformers has other code;
+`python scripts/foreign_survey.py --page` writes this page anew.
 
 ## These run
 

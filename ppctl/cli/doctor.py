@@ -1,7 +1,7 @@
 """`ppctl doctor`: versions, devices, the file system, and messages between ranks, on this machine or in a job.
 
-With --model: whether a model with code of its own can be cut into stages. Other processes measure messages, because
-this one must not import torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 prints.
+Other processes measure messages, because this one must not import torch. Under torchrun or srun every process is one
+rank of the measurement, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ import secrets
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 import ppctl
-from ppctl.cli.console import aligned, folded, print_problems
-from ppctl.errors import ConfigError, PpctlError, Problem
-from ppctl.families.directory import read_config_file
-from ppctl.geometry.foreign_model import ForeignModel
+from ppctl.cli.console import aligned
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.private_files import NODE_DIRECTORY, own_directory, shared_memory
 from ppctl.host.processes import python
-from ppctl.launch.described import describe
 from ppctl.launch.environment import Started, detect, rank_environment
 from ppctl.launch.machine import gpu_devices
-from ppctl.launch.weights import unread_weights
 
 _PROBE = "ppctl.reach.probe"
 _DEADLINE_S = 240.0
@@ -44,20 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help=words)
     words = "measure the file system of this directory (default: the working directory)"
     parser.add_argument("--dir", default=".", metavar="DIR", help=words)
-    words = (
-        "only prove that the model of this Hugging Face directory can be cut, with its own code (needs transformers)"
-    )
-    parser.add_argument("--model", metavar="DIR", help=words)
-    parser.add_argument(
-        "--anew", action="store_true", help="with --model: prove it again, even if the result is cached"
-    )
+    parser.add_argument("--model", metavar="DIR", help=argparse.SUPPRESS)  # refused with the command to type instead
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. The exit code is 1 if something is wrong, else 0; with --model that of `prove`."""
+    """Measure and print. The exit code is 1 if something is wrong, else 0."""
     if args.model is not None:
-        return prove(Path(args.model), anew=args.anew, as_json=args.json)
+        remedy = f"ppctl plan {pasted(f'model.from={args.model}')} model.implementation=transformers"
+        raise ConfigError(Problem("PP-E116", "doctor --model: a plan proves that a model can be cut", remedy))
     if not 1 <= args.ranks <= 64:
         raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: 1 to 64 processes", "--ranks 2", "command line"))
     started = detect(os.environ)
@@ -240,71 +231,3 @@ def _too_few_gpus(report: dict[str, Any]) -> list[str]:
 
 def _time(seconds: float) -> str:
     return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
-
-
-# --model: how a model's own code was proved to run in stages
-
-
-def prove(directory: Path, *, anew: bool, as_json: bool) -> int:
-    """Prove it, or find that it was proved, and print. 0 proved, else the exit code of what stands against it."""
-    try:
-        overrides = dict[str, str]()
-        try:
-            text, kept = describe(directory, overrides, anew=anew)
-        except PpctlError as error:
-            overrides = _without_dropout(error)
-            text, kept = describe(directory, overrides, anew=anew)
-    except PpctlError as error:
-        print_problems(error.problems)
-        if as_json:
-            print(json.dumps({"wrong": [problem.message for problem in error.problems]}))
-        return error.exit_code
-    proof = _proof(text, kept, directory, overrides)
-    print(json.dumps(proof, indent=1) if as_json else "\n".join(_proof_lines(proof)))
-    return 0
-
-
-def _without_dropout(error: PpctlError) -> dict[str, str]:
-    """The fields that the problem of a model with dropout sets to 0. Raises `error` again if it is any other error."""
-    problem, *others = error.problems
-    if others or problem.code != "PP-E529":
-        raise error
-    return {word.partition("=")[0].rpartition(".")[2]: "0" for word in problem.remedy.split()}
-
-
-def _proof(text: str, kept: Path | None, directory: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
-    model = ForeignModel.from_text(text)
-    anatomy = model.anatomy
-    return {
-        "model_type": json.loads(model.config)["model_type"],
-        "transformers": model.transformers,
-        "layers": {"name": anatomy.layers, "number": anatomy.count},
-        "before_layers": list(anatomy.first),
-        "behind_layers": list(anatomy.last),
-        "tied": anatomy.tied,
-        "stages": list(model.stages),
-        "gradients": model.gradients,
-        "dropout": {name: read_config_file(directory).get(name) for name in overrides},
-        "notes": [*model.notes, *unread_weights(directory)],
-        "kept": None if kept is None else str(kept),
-        "wrong": [],
-    }
-
-
-def _proof_lines(proof: Mapping[str, Any]) -> list[str]:
-    layers, tied = proof["layers"], ", whose weights are tied" if proof["tied"] else ""
-    rows = [
-        ("layers", f"{layers['name']}, {layers['number']}"),
-        ("before", ", ".join(proof["before_layers"])),
-        ("behind", f"{', '.join(proof['behind_layers'])}{tied}"),
-        ("tried", " | ".join(proof["stages"])),
-        ("equal", f"to the bit: all hidden states, the loss and {proof['gradients']} gradients, in float32"),
-        *(("note", note) for note in proof["notes"]),
-    ]
-    if proof["dropout"]:
-        keys = " ".join(f"model.hf_overrides.{name}=0" for name in proof["dropout"])
-        rows.append(("dropout", f"its draws would depend on the cut; tried, and to be trained, with {keys}"))
-    if proof["kept"]:
-        rows.append(("cached", f"{proof['kept']}; ppctl doctor --model DIR --anew proves it again"))
-    head = f"{proof['model_type']} can be cut into stages, by transformers {proof['transformers']}"
-    return [head, "", aligned(folded([(f"{name:<7}", text) for name, text in rows], 80, " "))]

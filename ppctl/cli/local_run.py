@@ -21,7 +21,7 @@ from ppctl.cli import plan_text
 from ppctl.cli.console import is_live, note, print_problems, prose, width
 from ppctl.cli.longer import longer, rates_text, same_rates
 from ppctl.cli.runs import checkpoint_of, program, short_path
-from ppctl.config.argv import ALIASES, LAYOUT, retyped, typed_again
+from ppctl.config.argv import retyped, typed_again
 from ppctl.config.checks import check
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator, kept_queue
@@ -42,15 +42,11 @@ from ppctl.launch.run_directory import Launch, with_value
 from ppctl.launch.trackers import unusable
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
-from ppctl.plan import Plan, fits, plan_checked
+from ppctl.plan import Plan, plan_checked
 from ppctl.runs.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.runs.finding import checkpoint_if_any, find_checkpoint
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.rundir import RunDir
-
-_CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
-"""(pp, vpp) that a run which has ended proposes, the first that fits."""
-_CUT_KEYS = (ALIASES["pp"], ALIASES["vpp"], LAYOUT)
 
 
 @contextmanager
@@ -222,10 +218,8 @@ def command_line(command: str, args: argparse.Namespace) -> str:
     return " ".join(filter(None, (program(), command, pasted(*recipes), retyped(args.line.overrides))))
 
 
-def run_to_end(
-    run: RunDir, launch: Launch, started: Started, as_json: bool, overrides: Sequence[str] | None = None
-) -> int:
-    """Print the first screen, run the job to its end and print how it ended; `overrides` are a train command's."""
+def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> int:
+    """Print the first screen, run the job to its end and print how it ended. Returns the exit code."""
     out = sys.stderr if as_json else sys.stdout
     config = launch.config
     print(
@@ -237,7 +231,7 @@ def run_to_end(
     if as_json:
         print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
     elif outcome.exit_code in (DONE, STOPPED):
-        print("\n".join(ending(run, launch, outcome, overrides)))
+        print("\n".join(ending(run, launch, outcome)))
     return outcome.exit_code
 
 
@@ -282,7 +276,7 @@ def saved_before(run: RunDir, outcome: JobOutcome) -> str:
     return f"\n  go on from {checkpoint.name} with: {program()} resume {pasted(short_path(run.path))}"
 
 
-def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence[str] | None) -> list[str]:
+def ending(run: RunDir, launch: Launch, outcome: JobOutcome) -> list[str]:
     """The model's sample, the paths, and commands to go on with."""
     name, lines = program(), [""]
     result = run.result()
@@ -297,10 +291,8 @@ def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence
     if outcome.exit_code == STOPPED:
         return [*lines, "", "stopped after saving; go on with:", f"  {name} resume {where}"]
     recipe = "deepseek_v3" if launch.config.recipe == "quickstart" else launch.config.recipe
-    cut = None if overrides is None else _another_cut(launch, overrides)
     lines += ["", "next:"]
     lines += [f"  {name} plan {pasted(f'+recipe={recipe}')}"] if recipe else []
-    lines += [f"  {name} train {cut}"] if cut else []
     return [*lines, f"  {longer(short_path(run.path), launch.config)}"]
 
 
@@ -312,13 +304,3 @@ def _indented(text: str) -> str:
     room = max(shutil.get_terminal_size().columns - 4, 20)
     lines = [line[at : at + room] for line in visible.split("\n") for at in range(0, max(len(line), 1), room)]
     return "\n".join(f"  {line}" for line in lines)
-
-
-def _another_cut(launch: Launch, overrides: Sequence[str]) -> str | None:
-    config, plan = launch.config, launch.plan
-    for pp, vpp in _CUTS:
-        cut = {"pp": pp, "vpp": vpp, "layout": None}
-        if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and fits(config, plan.provenance, cut):
-            kept = [override for override in overrides if override.partition("=")[0] not in _CUT_KEYS]
-            return retyped([*kept, f"pp={pp}", f"vpp={vpp}"])
-    return None

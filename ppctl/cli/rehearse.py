@@ -6,17 +6,14 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
 
-from ppctl.cli.console import console, note, print_problems, width
+from ppctl.cli.console import note, print_problems, width
 from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
 from ppctl.config.argv import Arguments
@@ -36,8 +33,6 @@ from ppctl.runs.rundir import RunDir
 
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12
-_Shown = Callable[[int], AbstractContextManager[None]]
-"""A rank's line on the terminal while it runs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,84 +112,48 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
         files = RunDir(directory)
         files.write_config(short_config)
         files.write_plan(short)
-        with _live() as shown:
-            measured = _Ranks(directory, shown).measure_all([each for _, each in chosen])
+        measured = _measure_all(directory, [each for _, each in chosen])
     kinds_measured = tuple((kind, each) for (kind, _), each in zip(chosen, measured, strict=True))
     return Rehearsal(config, plan, short, kinds_measured)
 
 
-class _Ranks:
-    """Processes that rehearse a rank each, as many at a time as there are cores."""
+def _measure_all(directory: Path, ranks: Sequence[int]) -> list[Rehearsed]:
+    """The measurements of each rank, in order, in as many processes at a time as there are cores.
 
-    def __init__(self, directory: Path, shown: _Shown) -> None:
-        self.directory = directory
-        self.shown = shown
-        self.running: set[subprocess.Popen[str]] = set()
-        self.failure: PpctlError | None = None
-        """The first rank that failed; its failure ends the others."""
-        self.ended = False
-        self._lock = Lock()
-        """Held where a process starts, so that none starts after the end."""
-
-    def measure_all(self, ranks: Sequence[int]) -> list[Rehearsed]:
-        """The measurements of each rank, in order. A rank that fails, or a signal, ends all processes."""
-        with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)), 1)) as pool:
-            try:
-                return list(pool.map(self.measure, ranks))
-            except BaseException:
-                self.end()  # the pool waits for its threads, and they for their processes
-                raise
-
-    def measure(self, rank: int) -> Rehearsed:
-        """Run one rank. Raises TrainingError (PP-E780) if it fails, CancelledError after the end."""
-        started = time.monotonic()
-        command = [*python("ppctl.rehearsal.rank"), str(self.directory), str(rank)]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        with self._lock:
-            if self.ended:
-                raise CancelledError
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-            )
-            self.running.add(process)
-        with self.shown(rank):
-            out, error = process.communicate()
-        self.running.discard(process)
-        if process.returncode:
-            self.failure = self.failure or _failure(rank, out, error)
-            self.end()
-            raise self.failure
-        note(f"  rank {rank}: {time.monotonic() - started:.0f} s")
-        return read(Rehearsed, json.loads(out.splitlines()[-1]))
-
-    def end(self) -> None:
-        """End what is still running, and let nothing start any more."""
-        with self._lock:
-            self.ended = True
-            for process in list(self.running):
-                process.kill()
+    Raises TrainingError (PP-E780) or ConfigError for the first rank that fails. No process outlives the call.
+    """
+    waiting, found = [*ranks], dict[int, Rehearsed]()
+    running = dict[int, tuple[subprocess.Popen[bytes], float]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                rank = waiting.pop(0)
+                note(f"  rank {rank} starts")
+                running[rank] = _start(directory, rank), time.monotonic()
+            for rank in [rank for rank, (process, _) in running.items() if process.poll() is not None]:
+                process, began = running.pop(rank)
+                out, error = (_output(directory, rank, name).read_text(errors="replace") for name in ("out", "err"))
+                if process.returncode:
+                    raise _failure(rank, out, error)
+                note(f"  rank {rank}: {time.monotonic() - began:.0f} s")
+                found[rank] = read(Rehearsed, json.loads(out.splitlines()[-1]))
+            time.sleep(0.05)
+    finally:
+        for process, _ in running.values():
+            process.kill()
+            process.wait()
+    return [found[rank] for rank in ranks]
 
 
-@contextmanager
-def _live() -> Iterator[_Shown]:
-    """Shows a line for each rank while it runs, with its seconds so far, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda rank: nullcontext()
-        return
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+def _start(directory: Path, rank: int) -> subprocess.Popen[bytes]:
+    command = [*python("ppctl.rehearsal.rank"), str(directory), str(rank)]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    with open(_output(directory, rank, "out"), "wb") as out, open(_output(directory, rank, "err"), "wb") as error:
+        return subprocess.Popen(command, stdout=out, stderr=error, env=environment)
 
-    columns = SpinnerColumn(), "{task.description}", TimeElapsedColumn()
-    with Progress(*columns, console=console(stderr=True), transient=True) as lines:
 
-        @contextmanager
-        def shown(rank: int) -> Iterator[None]:
-            line = lines.add_task(f"rank {rank}", total=None)
-            try:
-                yield
-            finally:
-                lines.remove_task(line)
-
-        yield shown
+def _output(directory: Path, rank: int, name: str) -> Path:
+    return directory / f"rank-{rank}.{name}"
 
 
 def _failure(rank: int, out: str, error: str) -> PpctlError:

@@ -186,7 +186,7 @@ def _counts(values: list[int]) -> str:
     return " ".join(map(str, values)) if len(values) <= MOST_ROWS else f"{max(values)} at most, {min(values)} at least"
 
 
-# --compare: all schedules that fit, in one table or one picture
+# --compare: all schedules that fit, in one table
 
 
 _LEGEND = (
@@ -200,8 +200,6 @@ _LEGEND = (
 
 def _compare(args: argparse.Namespace) -> None:
     compared, left_out = compare(args.pp, args.microbatches, args.vpp, partial(costs, args))
-    if args.timeline is not None:
-        write_timeline([_compared_picture(each) for each in compared], Path(args.timeline))
     if args.json:
         report = {"pp": args.pp, "microbatches": args.microbatches, "schedules": [_fields(each) for each in compared]}
         print(json.dumps(report | {"left_out": left_out}, indent=2))
@@ -241,10 +239,3 @@ def _table(compared: Sequence[PolicyFigures]) -> str:
         for each in compared
     ]
     return aligned([head, *rows], right=len(head))
-
-
-def _compared_picture(each: PolicyFigures) -> Picture:
-    place = Placement(each.policy.placement, each.trace.pp, each.trace.pp * each.vpp)
-    figures = f"step {each.step:.2f} of 1F1B's, bubble {each.bubble_fraction:.0%}, activations {each.activations:.2f}"
-    chunks = f", {each.vpp} chunks per rank" * (each.vpp > 1) + ", in a V" * (each.policy.placement == "v")
-    return Picture(each.policy.name + chunks, figures, each.trace, _notes(place))

@@ -74,6 +74,9 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
         message = f"{' and '.join(missing)}: required unless --schedule is a FILE.csv"
         yield Problem("PP-E128", message, " ".join(f"{name} {_USUAL_SIZES[name]}" for name in missing), _PLACE)
         return
+    if args.compare and args.timeline is not None:
+        message = f"--timeline {args.timeline}: the picture of one schedule, and --compare has all of them"
+        yield Problem("PP-E129", message, "--schedule 1f1b", _PLACE)
     if args.compare and args.extra_warmup:
         message = "--extra-warmup does not go with --compare"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
@@ -19,16 +18,13 @@ FORMS = {
     ".html": ("ppctl.schedule.drawings", "timeline_html"),
     ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
     ".txt": ("ppctl.cli.timeline", "plain"),
-    ".svg": ("ppctl.schedule.drawings", "picture_svg"),
 }
 """A file's ending -> the function that draws a picture; its module is imported only when it is needed."""
-FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.drawings", "pictures_svg")}
-"""A file's ending -> the function that draws several pictures into one file."""
 
 
 def add_timeline_argument(parser: argparse.ArgumentParser, *other_names: str) -> None:
     """Declare --timeline, and other names of it."""
-    shown = "draw the step into FILE: .html, .svg, .txt, or .json (Perfetto)"
+    shown = "draw the step into FILE: .html, .txt, or .json (Perfetto)"
     parser.add_argument("--timeline", *other_names, metavar="FILE", help=shown)
 
 
@@ -45,12 +41,11 @@ def plain(picture: Picture) -> str:
     )
 
 
-def unwritable(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> list[Problem]:
+def unwritable(path: Path) -> list[Problem]:
     """Why no picture can be written to this file (PP-E129), as far as it is known before there is one."""
-    if path.suffix not in forms:
-        what, first = ("a picture" if forms is FORMS else "a picture of several schedules"), next(iter(forms))
-        message = f"--timeline {path}: {what} is one of {', '.join(forms)}"
-        name = pasted(f"{path.parent / path.stem}{first}") if path.stem else f"step{first}"
+    if path.suffix not in FORMS:
+        message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
+        name = pasted(f"{path.parent / path.stem}.html") if path.stem else "step.html"
         return [Problem("PP-E129", message, f"--timeline {name}", "command line")]
     reason = obstacle(path)
     return [_unwritable(path, reason)] if reason else []
@@ -71,13 +66,12 @@ def _unwritable(path: Path, reason: str) -> Problem:
     return Problem("PP-E129", message, f"--timeline {here}", "command line")
 
 
-def write_timeline(drawn: Picture | Sequence[Picture], path: Path) -> None:
-    """Write one picture or several, whole or not at all. Raises ConfigError (PP-E129) if they cannot be written."""
-    forms = FORMS if isinstance(drawn, Picture) else FORMS_OF_SEVERAL
-    problems = unwritable(path, forms)
+def write_timeline(drawn: Picture, path: Path) -> None:
+    """Write a picture, whole or not at all. Raises ConfigError (PP-E129) if it cannot be written."""
+    problems = unwritable(path)
     if problems:
         raise ConfigError(problems)
-    module, function = forms[path.suffix]
+    module, function = FORMS[path.suffix]
     try:
         write_atomically(path, getattr(importlib.import_module(module), function)(drawn))
     except (OSError, ValueError) as error:

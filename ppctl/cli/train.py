@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         launch = prepare(args, started)
         run_dir = new_run(launch, started)
         with hold(run_dir):
-            return run_to_end(run_dir, launch, started, args.json, args.line.overrides)
+            return run_to_end(run_dir, launch, started, args.json)
 
 
 def prepare(args: argparse.Namespace, started: Started, command: str = "train") -> Launch:

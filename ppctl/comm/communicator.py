@@ -22,20 +22,32 @@ from ppctl.schedule.action import Channel
 
 
 class LooseBatch:
-    """Messages that each start on their channel as soon as they are added."""
+    """Messages that each start on their channel as soon as they are added. One by one, each is over before the next one
+    starts: so are messages of variable shape on the pipeline's own group.
 
-    def __init__(self) -> None:
+    A receive of those can start only when its header has been read, and on one group nothing but their order tells
+    messages apart. All lists have them in one common order (`batch_messages`), and the first that is not over can
+    always go on. On CUDA the host waits for every header that it reads, and for nothing else.
+    """
+
+    def __init__(self, *, one_by_one: bool = False) -> None:
+        self.one_by_one = one_by_one
         self._arrivals: list[Arrival] = []
         self._sends: list[tuple[Channel, Sequence[Pending], Message]] = []
 
     def send(self, end: DirectEnd, message: Message) -> None:
         """Start sending."""
         self._sends.append((end.channel, end.start_send(message), message))
+        if self.one_by_one:
+            self.settle()
 
     def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
         """Start receiving."""
-        self._arrivals.append(end.post(shelf))
-        return self._arrivals[-1]
+        arrival = end.post(shelf)
+        self._arrivals.append(arrival)
+        if self.one_by_one:
+            self.settle()
+        return arrival
 
     def settle(self) -> None:
         """Wait for the receives, then for the sends: a receive of unknown shape has yet to let its sender go on."""
@@ -114,26 +126,6 @@ class FusedBatch:
         op, peer = (dist.isend, channel.target) if sends else (dist.irecv, channel.source)
         self._ops += [dist.P2POp(op, tensor, group=self._group, group_peer=peer) for tensor in message]
         self._channels.append(channel)
-
-
-class AnnouncedBatch(LooseBatch):
-    """Messages of variable shape on the pipeline's own group, each of which is over before the next one starts.
-
-    A receive can start only when its header has been read, and on one group nothing but their order tells messages
-    apart. All lists have them in one common order (`batch_messages`), and the first that is not over can always go on.
-    On CUDA the host waits for every header that it reads, and for nothing else.
-    """
-
-    def send(self, end: DirectEnd, message: Message) -> None:
-        """Send contiguous tensors."""
-        super().send(end, message)
-        self.settle()
-
-    def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
-        """Receive a message."""
-        arrival = super().post(end, shelf)
-        self.settle()
-        return arrival
 
 
 MessageBatch = LooseBatch | FusedBatch
@@ -229,7 +221,7 @@ class Communicator:
     def batch(self) -> MessageBatch:
         """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""
         if self.fused and self.modes.variable:
-            return AnnouncedBatch()
+            return LooseBatch(one_by_one=True)
         return FusedBatch(self.pp_group, sync=self.sync) if self.fused else LooseBatch()
 
     def end_in(self, channel: Channel) -> DirectEnd:

@@ -1,16 +1,15 @@
-"""The forms of `data.path`: one path, or a blend of several with weights, in Megatron's spelling or as rows of YAML.
+"""The forms of `data.path`: one path, or a blend of several with weights, in Megatron's spelling.
 
 texts/**/*.txt                      text, by name or glob
 corpus/web                          a prefix: corpus/web.bin and corpus/web.idx
 [0.3,corpus/web,0.7,corpus/code]    a blend: weight, path, weight, path
 [corpus/web,corpus/code]            as if they were one: each sample is as likely as any other
-[{path: corpus/web, weight: 0.3}, {path: corpus/code, weight: 0.7}]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -86,23 +85,18 @@ def read_sources(value: str | Sequence[Any] | None) -> tuple[DataSource, ...]:
         text = value.strip()
         if not (text.startswith("[") and text.endswith("]")):
             return (DataSource(value),)
-        value = _rows(text) if text.startswith("[{") else [w.strip().strip("'\"") for w in text[1:-1].split(",")]
+        value = [word.strip().strip("'\"") for word in text[1:-1].split(",")]
     if not value or any(item in ("", None) for item in value):
         raise ValueError("a blend lists weights and paths, and one of them is empty")
-    if any(isinstance(item, Mapping) for item in value):
-        sources = tuple(map(_row, value))
-    elif _number(value[0]) is None:
-        sources = tuple(DataSource(_path(item)) for item in value)
-    elif len(value) % 2:
+    if str(value[0]).startswith("{"):
+        raise ValueError("a blend is weight, path, weight, path, such as [0.3,a,0.7,b], and no rows")
+    if _number(value[0]) is None:
+        return tuple(DataSource(_path(item)) for item in value)
+    if len(value) % 2:
         raise ValueError(f"a blend is weight, path, weight, path; {_path(value[-1])} has no partner")
-    else:
-        sources = tuple(DataSource(_path(path), _weight(w)) for w, path in zip(value[::2], value[1::2], strict=True))
-    weighted = [source for source in sources if source.weight is not None]
-    if weighted:
-        if len(weighted) < len(sources):
-            raise ValueError("either every path of a blend has a weight or none has")
-        quotas(tuple(source.weight or Fraction(0) for source in sources))
-    return sources
+    sources = [(_path(path), _weight(w)) for w, path in zip(value[::2], value[1::2], strict=True)]
+    quotas([weight for _, weight in sources])
+    return tuple(DataSource(*source) for source in sources)
 
 
 def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -123,22 +117,6 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
         least = float(min(weights))
         raise ValueError(f"a weight of {least:g} is less than one sample in {LONGEST_CYCLE}: leave that path out")
     return tuple(counts)
-
-
-def _rows(text: str) -> list[Any]:
-    from ppctl.config.yaml_file import read_yaml
-
-    try:
-        rows: list[Any] = read_yaml(text)[0]
-    except ValueError as error:
-        raise ValueError(f"a blend of rows is [{{path: a, weight: 0.3}}, ...]: {error}") from None
-    return rows
-
-
-def _row(item: Any) -> DataSource:
-    if not isinstance(item, Mapping) or not {"path"} <= set(item) <= {"path", "weight"}:
-        raise ValueError(f"a row of a blend is {{path: ..., weight: ...}}, not {item}")
-    return DataSource(_path(item["path"]), None if item.get("weight") is None else _weight(item["weight"]))
 
 
 def _path(item: Any) -> str:

@@ -34,8 +34,8 @@ class DataConfig:
 
     path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path --train-data-path", verbatim=True)
     """Glob of .txt, .jsonl, .parquet and .arrow files, directory that `datasets` has saved, prefix of a .bin and .idx,
-    or a blend of such with weights, as "[0.3,a,0.7,b]" or rows of {path, weight}; none reads the sources of the running
-    interpreter's standard library."""
+    or a blend of such with weights, as "[0.3,a,0.7,b]"; none reads the sources of the running interpreter's
+    standard library."""
     tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
     """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
     cache: str | None = key("auto", NOT_EMPTY, verbatim=True)

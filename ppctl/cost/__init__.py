@@ -7,5 +7,4 @@ activations          both for a stage, also of transformers' layers, and what wa
 flops, times         FLOPs, and seconds on a device preset
 traffic              what a rank sends in a microbatch; step_traffic: once a step
 setting              the sizes on which all of this depends
-layout_search        the search for layouts, with layout_scores
 """

@@ -15,5 +15,5 @@ and for causal language models of transformers (decision 44), from which runs an
     describe         a child process that describes a model to the control path
     measure          what its layers keep and compute (decision 62), from single passes (measured_pass)
 
-`launch/described` starts `describe` for plans and `ppctl doctor --model`, and caches its answers.
+`launch/described` starts `describe` for plans, and caches its answers.
 """

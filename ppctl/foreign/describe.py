@@ -3,7 +3,7 @@
 Layers are told apart by the classes of their modules and the plain values that these hold, whatever any of them means.
 
 `python -m ppctl.foreign.describe DIR OUT` writes the answer as JSON: the description, or what is wrong with DIR. It is
-what `model.from=DIR` and `ppctl doctor --model DIR` start (`ppctl/launch/described.py`).
+what `model.from=DIR` starts (`ppctl/launch/described.py`).
 """
 
 from __future__ import annotations

@@ -36,13 +36,10 @@ _CODE = ("foreign", "geometry", "model", "weight_gradients")
 """Packages of ppctl's on which an answer depends."""
 
 
-def describe(
-    directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, *, anew: bool = False
-) -> tuple[str, Path | None]:
-    """The text of `model.transformers`, the proof and the costs of a model, and the file where it was kept.
+def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> str:
+    """The text of `model.transformers`, with the proof and the costs of a model.
 
-    It was made before, for the same config and versions; else, or with `anew`, it is made now, which takes 10 to 60
-    seconds, and the file is None.
+    It was made before, for the same config and versions, and kept; else it is made now, which takes 10 to 60 seconds.
 
     Raises ConfigError: PP-E520 without a config.json, PP-E526 if torch or transformers is not here, PP-E527 to
     PP-E529, PP-E550 and PP-E552 for models that cannot be trained so, PP-E540 to PP-E542 for adapters that they
@@ -51,9 +48,9 @@ def describe(
     config = read_config_file(directory)
     kept = cache_directory() / "models" / f"{_digest(config, overrides, adapters)}.json"
     with suppress(OSError, ValueError):
-        text = "" if anew else read_text(kept)
+        text = read_text(kept)
         ForeignModel.from_text(text)  # a disk that was full may have left half of it
-        return text, kept
+        return text
     if problem := absent("transformers", str(directory)):
         raise ConfigError(problem)
     answer = _ask(directory, overrides, adapters)
@@ -63,7 +60,7 @@ def describe(
     with suppress(OSError):  # a home that cannot be written to: the next start asks again
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, text)
-    return text, None
+    return text
 
 
 def absent(extra: str, place: str = "") -> list[Problem]:
@@ -93,8 +90,9 @@ def other_version(model: ModelConfig) -> str | None:
         if foreign is not None and here != foreign.transformers:
             return (
                 f"the model was proved with transformers {foreign.transformers}, and {here} is installed: its code may "
-                "compute something else, and nothing has looked at that. `ppctl doctor --model DIR` proves a directory "
-                "with this version (of a run: `ppctl ckpt export --hf RUN DIR`)"
+                "compute something else, and nothing has looked at that. `ppctl plan model.from=DIR "
+                "model.implementation=transformers` proves a directory with this version (of a run: `ppctl ckpt export "
+                "--hf RUN DIR`)"
             )
     return None
 

@@ -74,7 +74,7 @@ def model_values(
     if implementation == "transformers" or (
         implementation == "auto" and config.get("model_type") not in known_families()
     ):
-        found = ForeignModel.from_text(describe(path, overrides, asked_adapters(lora) if lora else None)[0])
+        found = ForeignModel.from_text(describe(path, overrides, asked_adapters(lora) if lora else None))
         return {**found.sizes, "transformers": found.to_text()}
     family, model = read_config(config, str(path / CONFIG))
     not_set = TRAINING - {field.ours for field in family.fields}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from ppctl.cost.layout_scores import Candidate, StagePrice
-from ppctl.cost.layout_search import SearchResult, Simulated, search_layout
 from ppctl.geometry.layers import Layer, alike
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
 from ppctl.plan.layout_choice import LayoutCut
+from ppctl.plan.layout_scores import Candidate, StagePrice
+from ppctl.plan.layout_search import LayoutSearch, SearchResult, Simulated
 from ppctl.plan.memory import held_bytes, rank_pricer
 from ppctl.plan.memory_limit import device_limit
 from ppctl.plan.prices import pricer
@@ -45,9 +45,9 @@ def balanced_cut(
             *([Layer("loss")] if stage == last else []),
         )
         if (key := alike(model, config.train, stage, layers)) not in known:
-            cost = priced(stage, layers, False)
             held = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
-            known[key] = StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, *held, cost.message_s)
+            # Gradients are summed once a step: a layout is judged by its microbatches.
+            known[key] = priced(stage, layers, False)._replace(reduce_s=0.0), held
         return known[key]
 
     priced = pricer(config, sizes, batch.micro_batch_size, measured)
@@ -56,7 +56,7 @@ def balanced_cut(
     device, limit = device_limit(config, sizes), None
     if device is not None:
         limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    result = search_layout(model.num_layers, mtp > 0, schedule, price, limit=limit)
+    result = LayoutSearch(model.num_layers, mtp > 0, schedule, stages, price, limit).run()
     layout = PipelineParallelLayerLayout(_text(result.best.candidate, mtp), values["pp"])
     derived = Derived("layout", layout.canonical(), _equation(result, mtp, batch))
     return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))

@@ -33,7 +33,6 @@ from ppctl.plan.types import Derived, RankCost, SmallerBatch, StageCost, StageSp
 from ppctl.plan.violations import (
     ConfigValues,
     Judge,
-    Overrides,
     Rule,
     Violation,
     Violations,
@@ -188,11 +187,6 @@ def _run(proof: ProvedSchedule, costs: Costs) -> tuple[Schedule, Execution]:
 def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
     """The highest cost of each pp_rank over all batch sizes; of equal ones the first."""
     return tuple(max(of_rank, key=lambda cost: cost.peak_bytes) for of_rank in zip(*held, strict=True))
-
-
-def fits(config: RunConfig, provenance: Mapping[str, str], overrides: Overrides) -> bool:
-    """Whether nothing would be wrong with `config` if `overrides` stood at the end of the command line."""
-    return not judged(ConfigValues(config, provenance).overridden(overrides))
 
 
 def _judge(values: ConfigValues) -> Judge:

@@ -145,6 +145,11 @@ class StageCost(NamedTuple):
         """Both halves."""
         return self.input_grad_s + self.weight_grad_s
 
+    @property
+    def seconds(self) -> float:
+        """A forward and both halves of a backward."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:

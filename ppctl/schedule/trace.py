@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ppctl.schedule.action import COMPUTE, PASSED_ON, Action, Channel, F, Pair
 
@@ -44,17 +44,6 @@ class Trace:
         for span in self.spans:
             rows[span[0]].append(span)
         return rows
-
-    def to_json(self) -> dict[str, Any]:
-        """`{"pp": 2, "spans": [[0, "0F0", 0.0, 1.5], ...]}`, and `"pairs": ["(2F1;1B0)OVERLAP_F_B"]` if any."""
-        pairs = {"pairs": [str(pair) for pair in sorted(self.pairs)]} if self.pairs else {}
-        return {"pp": self.pp, "spans": [[s.pp_rank, str(s.action), s.start, s.end] for s in self.spans], **pairs}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Trace:
-        """The inverse of `to_json`."""
-        spans = tuple(Span(r, Action.parse(text), start, end) for r, text, start, end in data["spans"])
-        return cls(data["pp"], spans, frozenset(map(Pair.parse, data.get("pairs", ()))))
 
 
 def step_time(trace: Trace) -> float:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ppctl.cost.parameter_counts import trained_count, untrained_bytes
-from ppctl.geometry.layers import Kind, holds_final_norm, layer_kinds, parse_layers
+from ppctl.geometry.layers import Kind, alike, layer_kinds, parse_layers
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.schedule_choice import Choice, compute_only, presumed
 from ppctl.plan.stages import precision_of
@@ -35,9 +35,8 @@ class Cut:
         model, count, precision = values.config.model, len(layout.stages), precision_of(values.config)
         self.pp, self.vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
         self.layers = [parse_layers(layout.layer_names(stage)) for stage in range(count)]
-        each_apart = model.transformers is not None or values["train.recompute_stages"] is not None
         self.like: list[Hashable] = [
-            (stage if each_apart else 0, stage == count - 1, holds_final_norm(model, held), *layer_kinds(model, held))
+            (stage == count - 1, alike(model, values.config.train, stage, held))
             for stage, held in enumerate(self.layers)
         ]
         """Stage -> a key: stages with equal keys have equal costs."""

@@ -58,7 +58,7 @@ def test_one_rank_in_json_that_does_not_fit(tmp_path):
     assert found["limit_bytes"] == 2**20
     assert [problem["code"] for problem in found["problems"]] == ["PP-E801"]
     assert [row["pp_rank"] for row in found["pp_ranks"]] == [1]
-    assert "rehearsing 1 of 2 ranks" in done.stderr
+    assert "rehearsing 1 of 2 ranks" in done.stderr and "rank 1 starts" in done.stderr
     assert [*tmp_path.iterdir()] == []  # no run directory
     hold("rehearse --json", fields(found, "ranks[].planned.kept_bytes_per_microbatch", KEPT))
 

@@ -12,7 +12,7 @@ from emulated_pipeline import expected, run_step
 from emulated_world import World
 from ranks import run_ranks
 
-from ppctl.comm.communicator import AnnouncedBatch, Communicator, FusedBatch
+from ppctl.comm.communicator import Communicator, FusedBatch, LooseBatch
 from ppctl.comm.connections import connections_of
 from ppctl.comm.modes import Modes
 from ppctl.config.resources import recipes
@@ -57,12 +57,12 @@ def test_ranks_that_drain_their_devices_in_one_step_do_not_wait_for_each_other(n
         assert all(gpu.waits["to free memory"] for gpu in world.gpus)
 
 
-def beside_the_group() -> tuple[int, list[type], bool]:
+def beside_the_group() -> tuple[int, list[tuple[type, bool]], bool]:
     group = dist.group.WORLD
     assert group is not None
     fixed = Communicator(group, transport="plain")
     announced = Communicator(group, Modes(variable=True), transport="plain")
-    kinds = [type(each.batch()) for each in (fixed, announced)]
+    kinds = [(type(batch), getattr(batch, "one_by_one", False)) for batch in (fixed.batch(), announced.batch())]
     made = len(connections_of(group)._made)
     Communicator(group, transport="channels")
     return made, kinds, len(connections_of(group)._made) > 0
@@ -70,7 +70,7 @@ def beside_the_group() -> tuple[int, list[type], bool]:
 
 def test_no_backend_is_made_beside_the_pipelines_group() -> None:
     for made, kinds, on_channels in run_ranks(beside_the_group, 2):
-        assert (made, kinds, on_channels) == (0, [FusedBatch, AnnouncedBatch], True)
+        assert (made, kinds, on_channels) == (0, [(FusedBatch, False), (LooseBatch, True)], True)
 
 
 def refusals() -> list[tuple[str, str]]:

@@ -99,39 +99,36 @@ def test_an_imported_directory_trains_as_the_directory_and_is_exported(here: Pat
     assert not torch.equal(logits(here / "trained"), logits(here / "cohere"))
 
 
-def test_doctor_and_plans_keep_one_proof_between_them(here: Path) -> None:
+def test_plans_keep_one_proof_between_them(here: Path) -> None:
     model_of("Granite").save_pretrained(here / "granite")
-    cache = dict(XDG_CACHE_HOME=str(here / "doctors"))
 
-    def said(*words: str) -> str:
-        done = ppctl(*words, cwd=here, timeout=300, **cache)
+    def planned(*words: str) -> tuple[str, str]:
+        typed = ("plan", "model.from=granite", "model.implementation=transformers", "seq=16", *words)
+        done = ppctl(*typed, cwd=here, timeout=300, XDG_CACHE_HOME=str(here / "plans"))
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return done.stdout, done.stderr
 
-    first = said("doctor", "--model", "granite")
-    assert "granite can be cut into stages" in first and "cached" not in first
-    (kept,) = (here / "doctors" / "ppctl" / "models").iterdir()
+    first, noted = planned()
+    assert "stages gave the same bits as the whole" in first and "examining" in noted
+    (kept,) = (here / "plans" / "ppctl" / "models").iterdir()
     written = kept.stat().st_mtime_ns
-    again = json.loads(said("doctor", "--model", "granite", "--json"))
-    assert again["kept"] == str(kept) and again["tied"] and again["wrong"] == [] and again["gradients"] > 20
-    assert "cached" in said("doctor", "--model", "granite")
-    said("plan", "model.from=granite", "seq=16")
-    assert kept.stat().st_mtime_ns == written, "the plan read it"
-    assert "cached" not in said("doctor", "--model", "granite", "--anew")
-    assert kept.stat().st_mtime_ns > written
+    again, noted = planned("pp=2")
+    assert "stages gave the same bits as the whole" in again and "examining" not in noted
+    assert kept.stat().st_mtime_ns == written, "the second plan read it"
 
 
-def test_doctor_tries_a_model_with_dropout_without_it(here: Path) -> None:
+def test_a_plan_says_how_a_model_with_dropout_is_tried_and_doctor_names_the_plan(here: Path) -> None:
     from transformers import GPT2Config
 
     GPT2Config(n_layer=2, n_embd=24, n_head=4, vocab_size=320).save_pretrained(here / "drops")
-    told = json.loads(run(here, "doctor", "--model", "drops", "--json"))
-    assert told["layers"] == {"name": "transformer.h", "number": 2}
-    assert told["before_layers"] == ["transformer.wte", "transformer.wpe"]
-    assert told["dropout"] == {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    assert "model.hf_overrides.attn_pdrop=0" in run(here, "doctor", "--model", "drops")
-    done = ppctl("doctor", "--model", "nowhere", cwd=here)
-    assert done.returncode == 2 and "error PP-E520" in done.stderr
+    refused = ppctl("doctor", "--model", "drops", cwd=here)
+    command = ["plan", "model.from=drops", "model.implementation=transformers"]
+    assert refused.returncode == 2 and f"try: ppctl {' '.join(command)}" in refused.stderr
+    done = ppctl(*command, cwd=here, timeout=300, XDG_CACHE_HOME=str(here / "cache"))
+    assert done.returncode == 2 and "error PP-E529" in done.stderr
+    zeros = [f"model.hf_overrides.{name}=0" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    assert all(zero in done.stderr for zero in zeros)
+    assert "stages gave the same bits as the whole" in run(here, *command, *zeros)
 
 
 def test_a_known_family_is_imported_for_transformers_code_where_that_is_asked_for(here: Path) -> None:

@@ -49,7 +49,6 @@ WAYS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "plan": (NEW, "transformers", "transformers", ("plan", *DIRECTORY)),
     "train": (NEW, "transformers", "transformers", ("train", *DIRECTORY)),
     "rehearse": (NEW, "transformers", "transformers", ("rehearse", *DIRECTORY)),
-    "doctor": (NEW, "transformers", "transformers", ("doctor", "--model", "cohere")),
     "import": (NEW, "transformers", "transformers", ("ckpt", "import", "--hf", "cohere", "out")),
     "import of a known one": (KNOWN, "transformers", "transformers", ("ckpt", "import", "--hf", "cohere", "out")),
     "train from a checkpoint": (NEW, "transformers", "transformers", ("train", "model.from=kept", *RUN)),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from io import StringIO
 
 import pytest
 
@@ -186,21 +184,3 @@ def test_a_picture_of_an_unknown_form_is_refused_before_anything_is_rehearsed(ca
     for option in ("--timeline", "--page"):
         assert main(["rehearse", *SMALL, option, "step.png"]) == 2
         assert "PP-E129: --timeline step.png: a picture is one of .html, .json, .txt" in capsys.readouterr().err
-
-
-class Terminal(StringIO):
-    """A stream that is drawn on."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_which_rank_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal, pipe = Terminal(), StringIO()
-    for stream in (terminal, pipe):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with rehearse._live() as shown, shown(12):
-            pass
-    assert "rank 12" in terminal.getvalue()
-    assert pipe.getvalue() == ""

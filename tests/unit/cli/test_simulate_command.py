@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def test_it_says_the_same_in_words(capsys: Any) -> None:
     assert "rank 1  stage 1 |" in text
 
 
-@pytest.mark.parametrize("ending", ["html", "json", "svg", "txt"])
+@pytest.mark.parametrize("ending", ["html", "json", "txt"])
 def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
     picture = tmp_path / f"step.{ending}"
     simulated(
@@ -114,8 +115,8 @@ def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
         ("--schedule 1f1b --pp 0 --microbatches 3 --tf 1 --tb 2", "--pp 0: at least 1"),
         ("--schedule gpipe --pp 4096 --microbatches 99999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.png", "a.html"),
-        ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.html", "a.svg"),
-        ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.svg", "cannot be written"),
+        ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.svg", "a.html"),
+        ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.html", "--schedule 1f1b"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --extra-warmup 1", "--extra-warmup 0"),
         ("--compare --pp 2 --vpp 0 --microbatches 3 --tf 1 --tb 2", "--vpp 0: at least 1"),
         ("--schedule gpipe --pp 2 --vpp -1 --microbatches 3 --tf 1 --tb 2", "--vpp -1: at least 1"),
@@ -139,6 +140,7 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
         "--schedule auto",
         "--compare --pp 2 --microbatches 8 --extra-warmup 1",
         "--compare --pp 2 --microbatches 8 --memory 2",
+        "--compare --pp 2 --microbatches 8 --timeline step.html",
         "--compare --pp 32 --microbatches 999",
         "--compare --pp 999 --microbatches 99",
         "--schedule zb_h1 --pp 99999999 --microbatches 999",
@@ -160,8 +162,11 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
         "--schedule auto --pp 32 --microbatches 4096",
     ],
 )
-def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remedy_works_when_it_is_typed(
+    capsys: Any, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Behind the command, with the first remedies of its other problems; `--schedule` in the place of `--compare`."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(simulate_checks, "MOST_ACTIONS", 400_000)  # millions take many seconds
     command = ["simulate", *words.split(), "--tf", "1", "--tb", "2", "--json"]
     assert main(command) == 2
@@ -247,19 +252,8 @@ def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys:
     assert "without v_half: v_half runs two chunks per rank, down a V and back up, and vpp is 3" in three
 
 
-def test_the_picture_of_all_schedules_is_what_its_command_draws(capsys: Any, tmp_path: Path) -> None:
-    """The command that docs/planning.md shows."""
-    drawn = tmp_path / "schedules.svg"
-    (line,) = (
-        line
-        for line in (ROOT / "docs" / "planning.md").read_text().splitlines()
-        if "docs/pictures/schedules.svg " in line
-    )
-    command = line.partition("#")[0].split()
-    assert command[:3] == ["ppctl", "simulate", "--compare"]
-    words = [str(drawn) if word.endswith(".svg") else word for word in command[1:]]
-    assert main(words) == 0
-    text = drawn.read_text()
+def test_the_picture_of_all_schedules_is_what_its_script_draws() -> None:
+    text = runpy.run_path(str(ROOT / "scripts" / "schedules.py"))["svg"]()
     assert text == (ROOT / "docs" / "pictures" / "schedules.svg").read_text()
     root = ElementTree.fromstring(text)
     assert {

@@ -5,7 +5,6 @@ import subprocess
 import pytest
 
 from ppctl.config.compose import compose
-from ppctl.config.data_paths import read_sources
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError
 
@@ -117,9 +116,7 @@ def test_an_alias_brings_its_values_and_their_lines_and_a_merged_key_gives_way(r
     assert file.lines == {"a": 1, "a.b": 2, "a.b.c": 4, "a.b.d": 3, "e": 5, "e.c": 4, "e.d": 7}
 
 
-def test_a_layout_and_a_blend_are_read_by_the_same_reader(tmp_path):
+def test_a_layout_is_read_by_the_same_reader(tmp_path):
     (tmp_path / "layout").write_text("- [E, t]\n- &x [*x]\n")
     with pytest.raises(ConfigError, match="64 levels"):
         compose([f"layout=@{tmp_path}/layout"])
-    with pytest.raises(ValueError, match="64 levels"):
-        read_sources("[{path: " + "[" * 99 + "]" * 99 + "}]")

@@ -139,11 +139,6 @@ def test_a_hang_is_an_error_and_not_a_trace() -> None:
         simulate(lower(made(("interleaved_1f1b", 2, 2, 2, 2)), capacity=1), Costs.uniform(4))
 
 
-def test_a_trace_survives_json() -> None:
-    trace = simulate(lower(made(("interleaved_1f1b", 2, 2, 3, 2))), Costs.uniform(4, 0.1, 0.2, 0.01))
-    assert Trace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
-
-
 def test_an_empty_trace_has_no_bubble() -> None:
     assert (step_time(Trace(2, ())), bubble_fraction(Trace(2, ()))) == (0.0, 0.0)
 

@@ -8,8 +8,10 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from ppctl.cost.layout_scores import Candidate, Price, StagePrice, worst_moments
-from ppctl.cost.layout_search import search_layout
+from ppctl.plan.layout_scores import Candidate, Price, StagePrice, worst_moments
+from ppctl.plan.layout_search import LayoutSearch, SearchResult
+from ppctl.plan.memory import Held
+from ppctl.plan.types import StageCost, StageSpec
 from ppctl.schedule.action import Channel, Op, Schedule
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
@@ -34,24 +36,37 @@ def prices_of(candidate: Candidate, price: Price) -> list[StagePrice]:
 
 
 def seconds_of(candidate: Candidate, schedule: Schedule, price: Price) -> float:
-    prices, rank_of = prices_of(candidate, price), schedule.placement.rank_of
-    backward = [p.input_gradient + p.weight_gradient for p in prices]
-    hops = [(rank_of(stage), rank_of(stage + 1), each.message) for stage, each in enumerate(prices[:-1])]
+    costs, rank_of = [cost for cost, _ in prices_of(candidate, price)], schedule.placement.rank_of
+    hops = [(rank_of(stage), rank_of(stage + 1), each.message_s) for stage, each in enumerate(costs[:-1])]
     longest = {(a, b): max(m for *ends, m in hops if ends == [a, b]) for a, b, _ in hops}
     messages = {Channel(a, b, "F"): m for (a, b), m in longest.items()}
     messages |= {Channel(b, a, "B"): m for (a, b), m in longest.items()}
-    return step_time(simulate(schedule, Costs([p.forward for p in prices], backward, messages=messages)))
+    return step_time(
+        simulate(schedule, Costs([c.forward_s for c in costs], [c.backward_s for c in costs], messages=messages))
+    )
 
 
 def peak_of(candidate: Candidate, schedule: Schedule, price: Price) -> int:
     """By walking every list: what a device holds at its worst moment."""
-    prices, worst = prices_of(candidate, price), 0
+    of_stages, worst = [held for _, held in prices_of(candidate, price)], 0
     for pp_rank, row in enumerate(schedule.actions):
-        held = sum(prices[stage].state for stage in schedule.placement.stages_of(pp_rank))
+        held = sum(of_stages[stage].state for stage in schedule.placement.stages_of(pp_rank))
         for op, stage, _ in row:
-            held += prices[stage].activation * ((op is Op.F) - (op is Op.B))
+            held += of_stages[stage].kept * ((op is Op.F) - (op is Op.B))
             worst = max(worst, held)
     return worst
+
+
+def search_layout(
+    num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, limit: int | None = None
+) -> SearchResult:
+    place = schedule.placement
+    places = [(stage, place.rank_of(stage), place.chunk_of(stage)) for stage in range(place.num_stages)]
+    stages = [
+        StageSpec(*each, layers=(), receives=(), sends=(), params=0, replicated_params=0, flops_forward=0)
+        for each in places
+    ]
+    return LayoutSearch(num_layers, has_mtp, schedule, stages, price, limit).run()
 
 
 def random_case(seed: int) -> tuple[int, bool, Schedule, Price]:
@@ -68,7 +83,8 @@ def random_case(seed: int) -> tuple[int, bool, Schedule, Price]:
         work = sum(layers[first : first + count]) + e * embedding + loss * has_loss + mtp * has_m
         state = 100 * (count + has_m) + 80 * (embedding + has_loss)
         kept = 10 * (count + has_m) + 5 * has_loss
-        return StagePrice(work, 0.9 * work, 1.1 * work, state, kept, kept, message * (1 + (first + count) / 4))
+        sent = message * (1 + (first + count) / 4)
+        return StageCost(work, 0.9 * work, 1.1 * work, sent, 0, kept), Held(state, kept, kept)
 
     name = "interleaved_1f1b" if vpp > 1 else "1f1b"
     schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)

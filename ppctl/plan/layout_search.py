@@ -9,17 +9,15 @@ with all layouts in the tests, of others no bound is known.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
-from ppctl.cost.layout_scores import Candidate, Price, Scores, Space, StagePrice
 from ppctl.layout.rules import even_counts
-from ppctl.schedule.action import Action, Channel, Schedule
+from ppctl.plan.layout_scores import Candidate, Price, Scores, Space, StagePrice
+from ppctl.plan.prices import simulation_costs
+from ppctl.plan.types import StageSpec
+from ppctl.schedule.action import Action, Schedule
 from ppctl.schedule.executor import execute
-from ppctl.schedule.simulate import Costs
 
 ALLOWANCE = 2_000_000
 """Actions that one search may simulate: two to three seconds. Finalists of long steps are as many actions again, and
@@ -59,17 +57,22 @@ class SearchResult:
     simulated: int
 
 
-def search_layout(
-    num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, *, limit: int | None = None
-) -> SearchResult:
-    """Search. `schedule` may be lowered; if nothing fits into `limit` bytes of a device, the best exceeds it least."""
-    return _LayoutSearch(num_layers, has_mtp, schedule, price, limit).run()
+class LayoutSearch:
+    """A search. Of `stages` only the places count; `schedule` may be lowered; if nothing fits into `limit` bytes of a
+    device, the best exceeds it least."""
 
-
-class _LayoutSearch:
-    def __init__(self, num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, limit: int | None) -> None:
-        stages, pp = schedule.placement.num_stages, schedule.placement.pp
-        self.space = Space(num_layers, stages, range(stages - pp, stages) if has_mtp else range(-1, 0))
+    def __init__(
+        self,
+        num_layers: int,
+        has_mtp: bool,
+        schedule: Schedule,
+        stages: Sequence[StageSpec],
+        price: Price,
+        limit: int | None = None,
+    ) -> None:
+        count, pp = len(stages), schedule.placement.pp
+        self.space = Space(num_layers, count, range(count - pp, count) if has_mtp else range(-1, 0))
+        self.stages = stages
         self.scores = Scores(schedule, price, limit)
         self.schedule = schedule
         self.short, self.left_out = _shortened(schedule)
@@ -114,6 +117,7 @@ class _LayoutSearch:
         return (self.scores.excess(simulated.peak), simulated.step_time, simulated.peak, simulated.candidate)
 
     def best(self) -> Simulated:
+        """The best of what was simulated."""
         return min(self.results.values(), key=self.order)
 
     def descended(self, candidate: Candidate) -> Candidate:
@@ -137,48 +141,40 @@ class _LayoutSearch:
         """The step simulated, with microbatches beyond the settled ones at the slowest rank's pace."""
         if candidate not in self.results:
             prices = self.scores.stage_prices(candidate)
-            pace = max(self.scores.rank_seconds([price.seconds for price in prices]))
-            seconds = _step_time(self.short, prices) + self.left_out * pace
+            pace = max(self.scores.rank_seconds([cost.seconds for cost, _ in prices]))
+            seconds = self.step_time(self.short, prices) + self.left_out * pace
             self.results[candidate] = Simulated(candidate, seconds, self.scores.peak(prices))
         return self.results[candidate]
 
     def in_full(self, simulated: Simulated) -> Simulated:
+        """The step simulated with all its microbatches."""
         if not self.left_out:
             return simulated
         prices = self.scores.stage_prices(simulated.candidate)
-        return replace(simulated, step_time=_step_time(self.schedule, prices))
+        return replace(simulated, step_time=self.step_time(self.schedule, prices))
+
+    def step_time(self, schedule: Schedule, prices: Sequence[StagePrice]) -> float:
+        """Seconds of one step at these prices, executed with messages but without the rest of a simulation."""
+        costs = simulation_costs([cost for cost, _ in prices], self.stages)
+        return max(ends[-1] for ends in execute(schedule, costs.seconds(), costs.messages.__getitem__).ends if ends)
 
 
 def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
-    """Stages filled to a bound, for every home of the MTP layers; for the last, even shares of time or layers."""
+    """Stages filled to a bound, for every home of the MTP layers; for the last, even shares of the layers, too."""
     last = space.num_stages - 1
     for home in space.homes:
         counted: list[Sequence[int]] = [_filled(space, scores, home)]
         if home in (-1, last - 1, last):
-            counted += [_shares(space, scores, home), even_counts(space.num_layers, space.num_stages)]
+            counted.append(even_counts(space.num_layers, space.num_stages))
         for counts in counted:
             candidate = Candidate(tuple(counts), home)
             yield candidate if candidate.legal else candidate.pushed_before()
 
 
-def _shares(space: Space, scores: Scores, home: int) -> list[int]:
-    """Cuts where the time so far comes closest to the stage's share of the whole."""
-    last = space.num_stages - 1
-    ends = list(accumulate(scores.of(1, i, 1).seconds for i in range(space.num_layers)))
-    before, after = scores.of(0).seconds, scores.of(last).seconds
-    mtp = scores.of(1, mtp=True).seconds if home >= 0 else 0.0
-    share = (before + after + mtp + (ends[-1] if ends else 0.0)) / space.num_stages
-    cuts = [0]
-    for stage in range(last):
-        wanted = share * (stage + 1) - before - (mtp if 0 <= home <= stage else 0.0)
-        cuts.append(max(cuts[-1], min(space.num_layers, bisect_right(ends, wanted + 0.5 * share / space.num_stages))))
-    return [b - a for a, b in zip(cuts, [*cuts[1:], space.num_layers], strict=True)]
-
-
 def _filled(space: Space, scores: Scores, home: int) -> list[int]:
     """The least bound on a stage's time under which stages filled one after another hold all layers."""
-    low, high = 0.0, sum(scores.of(1, i, 1).seconds for i in range(space.num_layers))
-    high += scores.of(space.num_stages - 1).seconds
+    low, high = 0.0, sum(scores.seconds(1, i, 1) for i in range(space.num_layers))
+    high += scores.seconds(space.num_stages - 1)
     for _ in range(40):
         middle = (low + high) / 2
         enough = sum(_filled_to(middle, space, scores, home)) == space.num_layers
@@ -195,28 +191,12 @@ def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[in
         count = 0
         # After the MTP layers no decoder layer may stand.
         while first + count < space.num_layers and not 0 <= home < stage:
-            if scores.of(stage, first, count + 1, stage == home).seconds > bound:
+            if scores.seconds(stage, first, count + 1, stage == home) > bound:
                 break
             count += 1
         counts.append(count)
         first += count
     return counts
-
-
-def _step_time(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
-    """Seconds of one step at these prices, executed with messages but without the rest of a simulation."""
-    costs = Costs(
-        forward=[price.forward for price in prices],
-        backward=[price.input_gradient + price.weight_gradient for price in prices],
-        input_gradient=[price.input_gradient for price in prices],
-        weight_gradient=[price.weight_gradient for price in prices],
-    )
-    rank_of, messages = schedule.placement.rank_of, defaultdict[Channel, float](float)
-    for stage, price in enumerate(prices[:-1]):
-        here, there = rank_of(stage), rank_of(stage + 1)
-        for channel in (Channel(here, there, "F"), Channel(there, here, "B")):
-            messages[channel] = max(messages[channel], price.message)
-    return max(ends[-1] for ends in execute(schedule, costs.seconds(), messages.__getitem__).ends if ends)
 
 
 def _shortened(schedule: Schedule) -> tuple[Schedule, int]:

@@ -14,6 +14,8 @@ from operator import mul
 from typing import NamedTuple
 
 from ppctl.layout.rules import even_counts
+from ppctl.plan.memory import Held
+from ppctl.plan.types import StageCost
 from ppctl.schedule.action import INPUT_GRADIENTS, Action, F, I, Schedule, W
 
 
@@ -81,26 +83,8 @@ class Space:
                 yield moved_home
 
 
-class StagePrice(NamedTuple):
-    """Seconds of one microbatch on a stage, and the bytes that it holds on one device."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-    state: int
-    """Bytes of weights, gradients and optimizer state."""
-    activation: int
-    """Bytes that one microbatch keeps from its F to its B, or to its I."""
-    deferred: int
-    """Bytes that one microbatch keeps from its I to its W, if the backward is split."""
-    message: float = 0.0
-    """Seconds of a message to the next stage, and of its gradient's way back: router logits grow from hop to hop."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a forward and a whole backward of one microbatch."""
-        return self.forward + self.input_gradient + self.weight_gradient
-
+StagePrice = tuple[StageCost, Held]
+"""Seconds of one microbatch on a stage, and the bytes that the stage holds on one device."""
 
 Price = Callable[[int, int, int, bool], StagePrice]
 """`price(stage, first, count, mtp)` of a stage with decoder layers first .. first + count - 1, and MTP or not."""
@@ -125,17 +109,17 @@ class Scores:
         self._ranks = {own: worst_moments(row, own) for own, row in zip(stages, schedule.actions, strict=True)}
         self._price = cache(price)
         self._limit = limit
-        self._held: dict[tuple[tuple[int, ...], tuple[StagePrice, ...]], int] = {}
+        self._held: dict[tuple[tuple[int, ...], tuple[Held, ...]], int] = {}
 
-    def of(self, stage: int, first: int = 0, count: int = 0, mtp: bool = False) -> StagePrice:
-        """The price of one stage."""
-        return self._price(stage, first, count, mtp)
+    def seconds(self, stage: int, first: int = 0, count: int = 0, mtp: bool = False) -> float:
+        """Seconds of a forward and a backward of one stage."""
+        return self._price(stage, first, count, mtp)[0].seconds
 
     def stage_prices(self, candidate: Candidate) -> list[StagePrice]:
         """The prices of all stages."""
         firsts = accumulate(candidate.counts, initial=0)
         return [
-            self.of(stage, first, count, stage == candidate.mtp_stage)
+            self._price(stage, first, count, stage == candidate.mtp_stage)
             for stage, (first, count) in enumerate(zip(firsts, candidate.counts, strict=False))
         ]
 
@@ -154,7 +138,7 @@ class Scores:
     def score(self, candidate: Candidate) -> Score:
         """The candidate's score."""
         prices = self.stage_prices(candidate)
-        times = [price.seconds for price in prices]
+        times = [cost.seconds for cost, _ in prices]
         excess = self.excess(self.peak(prices)) if self._limit is not None else 0
         return Score(excess, max(self.rank_seconds(times)), max(times), sum(map(mul, times, times)))
 
@@ -166,7 +150,7 @@ class Scores:
         """Stages to take layers from: the stages of the slowest rank and of the fullest device, and the slowest
         stage."""
         prices = self.stage_prices(candidate)
-        times = [price.seconds for price in prices]
+        times = [cost.seconds for cost, _ in prices]
         slowest = max(self._ranks, key=lambda own: sum(map(times.__getitem__, own)))
         stages = {*slowest, max(range(len(times)), key=times.__getitem__)}
         if self._limit is not None:
@@ -176,12 +160,12 @@ class Scores:
 
     def _held_by(self, stages: tuple[int, ...], prices: Sequence[StagePrice]) -> int:
         """Bytes on the device of the rank with these stages at its worst moment. Most layouts differ on few ranks."""
-        own = tuple(map(prices.__getitem__, stages))
+        own = tuple(prices[stage][1] for stage in stages)
         key = (stages, own)
         if key not in self._held:
-            kept = [*(price.activation for price in own), *(price.deferred for price in own)]
+            kept = [*(held.kept for held in own), *(held.deferred for held in own)]
             worst = max(int(sum(map(mul, alive, kept))) for alive in self._ranks[stages])
-            self._held[key] = sum(price.state for price in own) + worst
+            self._held[key] = sum(held.state for held in own) + worst
         return self._held[key]
 
 
