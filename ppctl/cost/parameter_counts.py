@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ for projections to 8 groups of keys, `("tp:37",)` for tables of 37 words, `("ep"
 _ONE_DEVICE = ParallelSizes(1)
 
 
+@lru_cache(4096)
 def held(elements: int, axes: Axes, sizes: ParallelSizes) -> int:
     """How many of the elements that these axes split are on one device: the largest part, if they are uneven."""
     parts = [_part(axis, sizes) for axis in axes]

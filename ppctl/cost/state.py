@@ -285,33 +285,39 @@ def most(
     returned = INPUT_GRADIENTS if I in frees else LIFE_ENDS
     came = [0] * len(bytes_of) if received is None else received
     rank, ahead = _RankMoments(stages), gathers_ahead(actions)
-    left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
+    left = Counter(stage for op, stage, _ in actions if op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)
+    held = waiting = pool = total = now = 0
+    """Bytes of activations; of those that came as messages; of the memory for such; and the most of all so far."""
     for call in range(calls - min(calls, 3), calls):  # calls between the first and the last are alike
         for action in actions:
             op, stage, _ = action
+            beside = held + pool - waiting
             if op is F:
-                rank.gather(stage)
-                if action in ahead:
-                    rank.begin(ahead[action])
-                rank.note(while_forward[stage])
-                rank.receive(came[stage])
+                rank.gather(stage, beside)
+                if ahead and action in ahead:
+                    rank.begin(ahead.pop(action))
+                now = rank.held + beside + while_forward[stage]
+                waiting += came[stage]
+                pool = waiting if waiting > pool else pool
                 if stage in trained:
-                    rank.activations += bytes_of[stage]
+                    held += bytes_of[stage]
                 else:
-                    rank.receive(-came[stage])
-            if op in frees:
-                rank.note(needs[op][stage])
-                rank.activations -= frees[op][stage]
-                if op in returned:
-                    rank.receive(-came[stage])
+                    waiting -= came[stage]
+            elif op in frees:
+                now = rank.held + beside + needs[op][stage]
+                held -= frees[op][stage]
+                waiting -= came[stage] if op in returned else 0
+            total = now if now > total else total
             if op in WEIGHT_GRADIENTS:
+                beside = held + pool - waiting
                 rank.grow(stage)
-                rank.note()
+                now = rank.held + beside
+                total = now if now > total else total
                 left[stage] -= call == calls - 1
                 if not left[stage]:
-                    rank.reduce(stage)
-    return Most(*rank.state, rank.total)
+                    rank.reduce(stage, beside)
+    return Most(*rank.state, max(total, rank.total))
 
 
 class _RankMoments:
@@ -321,9 +327,6 @@ class _RankMoments:
         self.stages = stages
         self.weights: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
-        self.activations = 0
-        self.waiting = self.pool = 0
-        """Bytes of the activations that came as messages, and of the memory for such."""
         self.parts = self.held = self.total = 0
         """Bytes of summed parts; of weights, gradients and parts; and the most of all together so far."""
         self.leaving: int | None = None
@@ -331,43 +334,33 @@ class _RankMoments:
         self.state = 0, 0
         """The most bytes of weights, and of gradients."""
 
-    def receive(self, size: int) -> None:
-        self.waiting += size
-        if self.waiting > self.pool:
-            self.pool = self.waiting
-
     def begin(self, stage: int) -> None:
         self.weights[stage] = self.stages[stage].weights
         self._changed()
 
-    def gather(self, stage: int) -> None:
+    def gather(self, stage: int, beside: int) -> None:
         if stage not in self.gathered:
             self.gathered.add(stage)
             self.begin(stage)
-            self.note(self.stages[stage].arriving)
+            self.total = max(self.total, self.held + beside + self.stages[stage].arriving)
 
     def grow(self, stage: int) -> None:
         if stage not in self.gradients:
             self.gradients[stage] = self.stages[stage].gradients
             self._changed()
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, beside: int) -> None:
         """Weights go, the sums of the stage before are there, and this one's leave."""
         self.weights.pop(stage, None)
         self.gradients.pop(self.leaving if self.leaving is not None else -1, None)
         self.leaving = stage
         self._changed()
-        self.note(self.stages[stage].leaving)
+        self.total = max(self.total, self.held + beside + self.stages[stage].leaving)
         self.parts += self.stages[stage].parts
         self._changed()
-        self.note()
+        self.total = max(self.total, self.held + beside)
 
     def _changed(self) -> None:
         weights, gradients = sum(self.weights.values()), sum(self.gradients.values())
         self.held = weights + gradients + self.parts
         self.state = max(weights, self.state[0]), max(gradients, self.state[1])
-
-    def note(self, more: int = 0) -> None:
-        total = self.held + self.activations + self.pool - self.waiting + more
-        if total > self.total:
-            self.total = total

@@ -10,7 +10,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameter_counts import held
 from ppctl.cost.traffic import COUNT, Traffic
 from ppctl.geometry.canonical_names import embedding_uses, stage_parameters, uses_of_embedding
-from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
+from ppctl.geometry.layers import Layer, holds_final_norm, layer_kinds, routers_with_losses
 from ppctl.geometry.matrix_owners import owned_runs
 from ppctl.geometry.rows import Parameter, Parts, Place, tp_sums
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
@@ -55,16 +55,17 @@ class Stages(NamedTuple):
     @classmethod
     def each(cls, model: ModelConfig, of: Sequence[Sequence[Sequence[Layer]]]) -> Iterator[Stages]:
         """The stages from the view of each pp_rank, in the order of pp_ranks."""
-        named = [
-            {
+        kinds = [tuple((*layer_kinds(model, held), holds_final_norm(model, held)) for held in own) for own in of]
+        alike = {
+            kind: {
                 name: row
                 for layers in own
                 for name, row in stage_parameters(model, layers).items()
                 if row.gradient != "none" and row.copy_of in (None, name)
             }
-            for own in of
-        ]
-        normed = [list(own.values()) for own in named]
+            for kind, own in dict(zip(kinds, of, strict=True)).items()
+        }
+        normed = [[*alike[kind].values()] for kind in kinds]
         uses = [sum(len(embedding_uses(model, layers)) for layers in own) for own in of]
         routers = max(sum(routers_with_losses(model, layers) for layers in own) for own in of)
         return (cls(of, normed, uses, routers, pp_rank) for pp_rank in range(len(of)))

@@ -108,8 +108,9 @@ def owner_of(name: str, model: ModelConfig) -> str:
 
 def embedding_uses(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
     """The names under which a stage uses the token embedding, in the order of `uses_of_embedding`."""
-    names = uses_of_embedding(model)
-    uses = {row.name for row, _ in stage_rows(model, layers) if names[0] in (row.name, row.copy_of)}
+    names, beside = uses_of_embedding(model), [layer for layer in layers if layer.kind != "decoder"]
+    rows = stage_rows(model, beside) if beside else ()
+    uses = {row.name for row, _ in rows if names[0] in (row.name, row.copy_of)}
     return tuple(name for name in names if name in uses)
 
 

@@ -28,6 +28,7 @@ from ppctl.plan.plan import Plan
 from ppctl.plan.profile import origin
 from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
+from ppctl.plan.sizes import beyond
 from ppctl.plan.stages import tie_groups
 from ppctl.plan.types import Derived, RankCost, SmallerBatch, StageCost, StageSpec
 from ppctl.plan.violations import (
@@ -41,8 +42,7 @@ from ppctl.plan.violations import (
 )
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.executor import Execution
-from ppctl.schedule.simulate import Costs, attempted, bubble_of, traced
-from ppctl.schedule.trace import bubble_fraction
+from ppctl.schedule.simulate import Costs, attempted, bubble_of, computing, timed
 
 
 def build_plan(config: RunConfig, provenance: Mapping[str, str] | None = None, *, title: str | None = None) -> Plan:
@@ -65,10 +65,10 @@ def plan_checked(
 ) -> Plan:
     """`build_plan` for a config that `config.checks` has checked: the `problems` that it reported come first. If a
     schedule is searched for, that of `before` is taken if it is for the same pipeline."""
-    beyond = beyond_limits(config)
-    if any(is_size(key) for key in beyond):
+    outside = beyond_limits(config)
+    if any(is_size(key) for key in outside):
         raise ConfigError(problems)  # these problems name values from which nothing can be derived
-    values = ConfigValues(within_limits(config), provenance)
+    values = ConfigValues(within_limits(config) if outside else config, provenance)
     violations: Violations = []
     derivation = derive(values, violations, before=before)
     if violations or derivation is None:
@@ -82,7 +82,7 @@ def plan_alone(values: ConfigValues) -> Plan | None:
     """The plan of checked values, whatever memory it needs; None if sizes, layout or schedule allow none. For searches:
     no remedies are looked for, and the smaller sizes of a batch that grows are left out, which hold no more: either
     takes longer than the plan."""
-    violations: Violations = []
+    violations = beyond(values)
     derivation = derive(values, violations)
     return None if violations or derivation is None else _assemble(derivation, values.config.log.name, grows=False)
 
@@ -94,14 +94,13 @@ def _assemble(derivation: Derivation, name: str, *, grows: bool = True) -> Plan:
     proof = derivation.proof
     if proof is None or proof.plain != plain or derivation.frozen_stages:
         proof = proved(values, plain, derivation.frozen_stages, prices.simulation_costs(costs, stages))
-    run, executed = _run(proof, prices.simulation_costs(costs, stages))
-    trace = traced(run, executed)
+    run, ran = _run(proof, prices.simulation_costs(costs, stages))
     smaller, of_sizes = _smaller(derivation, proof) if grows else ((), [])
     ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
     of_megatron = " as Megatron-core runs it" * (config.cost.stack == MEGATRON)
     priced_by = device_of(config).title + of_megatron if measured is None else measured.path
-    times = prices.step_timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, priced_by)
+    times, bubble = prices.step_timing(config, stages, sizes, run, ran, costs, ranks, batch.accumulation, priced_by)
     return Plan(
         name=name,
         sizes=sizes,
@@ -110,7 +109,7 @@ def _assemble(derivation: Derivation, name: str, *, grows: bool = True) -> Plan:
         pp_ranks=ranks,
         schedule=proof.schedule,
         num_microbatches=batch.num_microbatches,
-        bubble_fraction=bubble_fraction(trace),
+        bubble_fraction=bubble,
         step_time_s=times.pipeline_s * batch.accumulation + times.optimizer_s,
         time_calibrated=measured is not None,
         timing=times,
@@ -168,7 +167,7 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
         batches.append(
             SmallerBatch(
                 *(segment.step, steps, segment.sample, segment.size),
-                *(count, batch.accumulation, bubble_of(lists, run)),
+                *(count, batch.accumulation, bubble_of(computing(timed(lists), run), run)),
                 run.seconds * batch.accumulation + prices.seconds_after(config, stages, sizes, ranks),
                 proof.schedule,
             )
@@ -200,7 +199,7 @@ def _judge(values: ConfigValues) -> Judge:
 def judged(values: ConfigValues) -> Violations:
     """The problems of values and sizes or, if these are sound, of the memory that they need."""
     # A search takes seconds, and if the even split fits, it finds a layout that fits.
-    violations: Violations = []
+    violations = beyond(values)
     derivation = derive(values, violations, search=False)
     if violations or derivation is None:
         return [*_checked(values), *violations]

@@ -20,7 +20,6 @@ from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_f
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import (
     BatchSplit,
-    beyond,
     check_stages,
     derive_batch,
     derive_world,
@@ -123,7 +122,6 @@ def derive(
     """Sizes, layout, batch and the choice of schedule; None if one cannot be derived. Adds what is wrong to
     `violations`. Without `search`, `layout=auto` stays the even split, and `auto` as a schedule 1F1B. `before` as in
     `plan_checked`."""
-    violations += beyond(values)
     if not violations:
         check_stages(values, violations)
     if violations:

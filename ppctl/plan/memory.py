@@ -32,8 +32,8 @@ from ppctl.host.accelerators import MEGATRON, Device, preset
 from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.stages import moved_by_muon, precision_of, sharding_of, summed_copies, updating_bytes, while_summed
-from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
-from ppctl.schedule.action import Action, B, I, Schedule, receive_slots, send_slots
+from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec, once_a_kind
+from ppctl.schedule.action import COMPUTE, Action, B, I, Schedule, receive_slots, send_slots
 from ppctl.schedule.batching import shorter
 from ppctl.topology import ParallelSizes
 
@@ -110,11 +110,8 @@ def rank_pricer(
 ) -> RankPricer:
     """Return a function from a schedule to each pp_rank's bytes; what no schedule changes is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
-    by_kind = {_kind(config, stage): stage for stage in stages}
-    priced_kinds = {
-        kind: stage_activations(config.model, stage.layers, setting, stage.stage) for kind, stage in by_kind.items()
-    }
-    alive = [priced_kinds[_kind(config, stage)] for stage in stages]
+    kinds = [alike(config.model, config.train, stage.stage, stage.layers) for stage in stages]
+    alive = once_a_kind(kinds, stages, lambda each: stage_activations(config.model, each.layers, setting, each.stage))
     for at, stage in enumerate(stages if config.train.replay else ()):  # gradients twice, and the forward again
         once, count = alive[at], trained_count(config.model, stage.layers)
         more = state_bytes(count, sizes, precision_of(config), "none").gradients
@@ -125,7 +122,7 @@ def rank_pricer(
     of_rank: list[list[StageSpec]] = [[] for _ in range(sizes.pp)]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
-    ranks = _ranks(config, stages, of_rank, sizes, setting)
+    ranks = _ranks(config, stages, kinds, of_rank, sizes, setting)
     last: tuple[Schedule, object, tuple[RankCost, ...]] | None = None
 
     @cache
@@ -134,12 +131,12 @@ def rank_pricer(
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         nonlocal last
-        ends = halves() if schedule.split else None
+        lists = shorter(schedule) or schedule  # a further round holds what the others hold
+        ends = halves() if lists.split else None
         for at in range(schedule.frozen_stages):  # an arrived message is not kept: it lies in a buffer for messages
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
-        lists = shorter(schedule) or schedule  # a further round holds what the others hold
         if last is None or last[0] is not lists or last[1] != (calls, messages):
             rows = enumerate(zip(ranks, lists.actions, messages, strict=True))
             costs = tuple(_rank_cost(r, rank, row, held, ends, size, calls) for r, (rank, row, size) in rows)
@@ -160,6 +157,7 @@ def _rank_cost(
 ) -> RankCost:
     """The bytes of a pp_rank that runs this list `calls` times a step, with `messages` bytes of posted receives."""
     state, (kept, in_forward, in_backward, offloaded, received) = rank.state, held
+    actions = [action for action in actions if action[0] in COMPUTE]
     in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
     in_step = state.total + activations
     if rank.passing is not None:
@@ -184,13 +182,10 @@ def _rank_cost(
     )
 
 
-def _kind(config: RunConfig, stage: StageSpec) -> Hashable:
-    return alike(config.model, config.train, stage.stage, stage.layers)
-
-
 def _ranks(
     config: RunConfig,
     stages: Sequence[StageSpec],
+    kinds: Sequence[Hashable],
     of_rank: Sequence[list[StageSpec]],
     sizes: ParallelSizes,
     setting: Setting,
@@ -200,7 +195,7 @@ def _ranks(
     ranks = []
     for own in of_rank:
         # Which matrices Muon moves where depends on more than their shapes.
-        key = (*(_kind(config, stage) for stage in own), *(own if config.optim.name == "muon" else ()))
+        key = (*(kinds[stage.stage] for stage in own), *(own if config.optim.name == "muon" else ()))
         if key not in known:
             known[key] = own, _rank(config, stages, own, sizes, setting)
         like, lasting = known[key]
@@ -238,9 +233,11 @@ def halves_of(
     if not setting.allocator.backward:
         return None
     model, of_inputs = config.model, setting._replace(deferred=True)
-    later = [stage_operands(model, stage.layers, setting, stage.stage) for stage in stages]
-    inputs = [stage_activations(model, stage.layers, of_inputs, stage.stage).in_backward for stage in stages]
-    ends = ends_of([each.kept for each in alive], [each.in_backward for each in alive], inputs, later)
+    kinds = [alike(config.model, config.train, stage.stage, stage.layers) for stage in stages]
+    later = once_a_kind(kinds, stages, lambda each: stage_operands(model, each.layers, setting, each.stage))
+    inputs = once_a_kind(kinds, stages, lambda each: stage_activations(model, each.layers, of_inputs, each.stage))
+    whole, first = ([each.in_backward for each in some] for some in (alive, inputs))
+    ends = ends_of([each.kept for each in alive], whole, first, later)
     most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]  # none is left to W
     return ends._replace(needs={**ends.needs, I: most})
 
@@ -287,10 +284,11 @@ def deferred(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
 ) -> tuple[Derived, ...]:
     """A line on what split backwards leave to W; none if no backward is split."""
-    if not schedule.split:
+    if not (shorter(schedule) or schedule).split:
         return ()
     setting = setting_of(config, sizes, micro_batch_size)
-    most = max(stage_operands(config.model, stage.layers, setting).kept for stage in stages)
+    kinds = {alike(config.model, config.train, 0, stage.layers): stage.layers for stage in stages}
+    most = max(stage_operands(config.model, layers, setting).kept for layers in kinds.values())
     unit = unit_for(most)
     equation = (
         "backwards are split: first the gradient that the stage before waits for, and those of routers and the output; "

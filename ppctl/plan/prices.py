@@ -37,10 +37,11 @@ from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
 from ppctl.plan.stages import moved_by_muon, precision_of, sharding_of
-from ppctl.plan.types import Derived, Exchange, RankCost, StageCost, StageSpec, Timing
+from ppctl.plan.types import Derived, Exchange, RankCost, StageCost, StageSpec, Timing, once_a_kind
 from ppctl.schedule.action import Channel, Schedule
-from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate
-from ppctl.schedule.trace import Trace, busy_time, step_time
+from ppctl.schedule.executor import Execution
+from ppctl.schedule.simulate import Costs, bubble_of, computing, longest_chain, seconds_by_kind, simulate, timed
+from ppctl.schedule.trace import Trace
 from ppctl.topology import ParallelSizes
 
 
@@ -56,15 +57,9 @@ def stage_costs(
     `measured` costs replace the costs from the preset, kind of layer by kind of layer.
     """
     price = pricer(config, sizes, micro_batch_size, measured)
-    held = [tuple(own) for own in layers]
-    known: dict[Hashable, StageCost] = {}
-    costs = []
-    for stage, own in enumerate(held):
-        last = stage == len(held) - 1
-        if (kind := (alike(config.model, config.train, stage, own), last)) not in known:
-            known[kind] = price(stage, own, last)
-        costs.append(known[kind])
-    return tuple(costs)
+    held = list(enumerate(map(tuple, layers)))
+    kinds = [(alike(config.model, config.train, *each), each[0] == len(held) - 1) for each in held]
+    return tuple(once_a_kind(kinds, held, lambda each: price(*each, each[0] == len(held) - 1)))
 
 
 def pricer(
@@ -190,20 +185,21 @@ def step_timing(
     stages: Sequence[StageSpec],
     sizes: ParallelSizes,
     schedule: Schedule,
-    trace: Trace,
+    run: Execution,
     costs: Sequence[StageCost],
     ranks: Sequence[RankCost],
     calls: int,
     priced_by: str,
-) -> Timing:
-    """All times of `calls` schedule calls and one optimizer step."""
-    device = device_of(config)
-    pipeline, optimizer = step_time(trace), seconds_after(config, stages, sizes, ranks)
+) -> tuple[Timing, float]:
+    """All times of `calls` schedule calls and one optimizer step, and the bubble's share of a call."""
+    device, actions = device_of(config), timed(schedule)
+    computed = computing(actions, run)
+    pipeline, optimizer = run.seconds, seconds_after(config, stages, sizes, ranks)
     step = calls * pipeline + optimizer
     tokens = config.train.global_batch_size * config.data.seq_length
     flops = sum(s.flops for s in stages) * schedule.num_microbatches * calls * sizes.dp
     rate = flops / step / sizes.world if pipeline else 0.0
-    return Timing(
+    timing = Timing(
         priced_by=priced_by,
         pipeline_s=pipeline,
         optimizer_s=optimizer,
@@ -211,10 +207,11 @@ def step_timing(
         tokens_per_s_per_device=tokens / step / sizes.world if pipeline else 0.0,
         tflops_per_device=rate / 1e12,
         mfu=rate / device.bf16_flops if device.name != "cpu" else None,
-        bubbles=tuple(1 - busy_time(row) / pipeline for row in trace.rows()) if pipeline else (),
-        critical=tuple(seconds_by_kind(critical_path(trace)).items()),
+        bubbles=tuple(1 - sum(row) / pipeline for row in computed) if pipeline else (),
+        critical=tuple(seconds_by_kind(longest_chain(actions, run)).items()),
         stages=tuple(costs),
     )
+    return timing, bubble_of(computed, run)
 
 
 def seconds_after(

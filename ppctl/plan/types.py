@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ppctl.geometry.layers import Layer
 from ppctl.records.json_reader import read
@@ -14,6 +14,16 @@ from ppctl.schedule.action import Schedule
 def fields_of(value: Any) -> dict[str, Any]:
     """One level of a dataclass; `asdict` copies every leaf and takes ten times as long."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+_Price = TypeVar("_Price")
+_Stage = TypeVar("_Stage")
+
+
+def once_a_kind(kinds: Sequence[Hashable], stages: Sequence[_Stage], price: Callable[[_Stage], _Price]) -> list[_Price]:
+    """The price of every stage; those of one kind (`geometry.layers.alike`) are priced once."""
+    known = {kind: price(stage) for kind, stage in dict(zip(kinds, stages, strict=True)).items()}
+    return [known[kind] for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)

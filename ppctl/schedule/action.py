@@ -212,12 +212,12 @@ class Schedule:
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) pairs whose backward is split into I and W."""
-        return frozenset((stage, mb) for row in self.actions for op, stage, mb in row if op is I)
+        return frozenset({(stage, mb) for row in self.actions for op, stage, mb in row if op is I})
 
     @cached_property
     def lowered(self) -> bool:
         """Whether the messages are in the lists (every schedule with one rank counts as lowered)."""
-        return len(self.actions) == 1 or any(a.op in MESSAGES for row in self.actions for a in row)
+        return len(self.actions) == 1 or any(op in MESSAGES for row in self.actions for op, _, _ in row)
 
     @cached_property
     def messages_into(self) -> tuple[bool, ...]:
@@ -367,7 +367,7 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
     """The stages of a list whose microbatches live on after their forwards."""
-    return frozenset(action.stage for action in actions if action.op in LIFE_ENDS)
+    return frozenset({stage for op, stage, _ in actions if op in LIFE_ENDS})
 
 
 def input_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:

@@ -5,7 +5,7 @@ Schedules of regular policies repeat a round of microbatches in the middle, agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -85,19 +85,12 @@ def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, i
 _Actions = tuple[tuple[Action, ...], ...]
 _Alike = tuple[str, Placement, int]
 """What schedules with other numbers of microbatches have alike: name, placement, frozen stages."""
-_Rule = Callable[[Op, Op], bool]
-"""Whether a message that the first operation makes moves after the second one, which comes next on its rank."""
-
 _LEFT = 4
 """Rounds of one microbatch that a shortened schedule keeps: enough for what is repeated to have settled."""
 
-_RULES: tuple[tuple[bool, _Rule], ...] = (
-    (True, lambda made, then: False),
-    (False, lambda made, then: made is F and then is not F),
-    (False, lambda made, then: True),
-)
-"""The choices that are tried: whether a backward has its price or a forward's in the order of events, and the rule."""
-
+_RULES: tuple[tuple[bool, Set[Op], Set[Op]], ...] = ((True, set(), set()), (False, {F}, {F}), (False, COMPUTE, set()))
+"""The choices that are tried: whether a backward has its price or a forward's in the order of events; and the messages
+of which operations move after the one that comes next on their rank, but for which of those."""
 
 FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
 """The prices at which capacities and batches are chosen: every stage alike, messages that are short but not free."""
@@ -122,8 +115,11 @@ def batch_messages(schedule: Schedule) -> Schedule:
 def _batched(alike: _Alike, count: int, actions: _Actions) -> Schedule:
     schedule = _schedule(alike, count, actions)
     for size in sorted({1, schedule.placement.pp}):
+        left = _LEFT if size == 1 else 2
+        if _repeated(actions[0], size, count)[1] < left + 2:
+            continue
         found = repetition(schedule, size)
-        out = rounds(found) - (_LEFT if size == 1 else 2)
+        out = rounds(found) - left
         if out > 1:
             few = stretched(schedule, size, -out, found)
             choices = _settled(alike, few.num_microbatches, few.actions, size)
@@ -134,13 +130,15 @@ def _batched(alike: _Alike, count: int, actions: _Actions) -> Schedule:
                 remember(order, short)
                 batched = _lists(stretched(order, size, out - 1, again), short.capacities)
                 remember(batched, short)
-                if tuple(tuple(a for a in row if a[0] in COMPUTE) for row in batched.actions) == actions:
+                if all(map(eq, actions, (tuple(a for a in row if a[0] in COMPUTE) for row in batched.actions))):
                     return batched
     return _lists(place_gradient_sync(min(_tried(schedule), key=itemgetter(0))[1]))
 
 
 _Settled = list[tuple[float, float, Schedule, Repetition]]
 """Of all choices with a round more: the seconds, those of the round, the order of events, and how it repeats itself."""
+_Goes = dict[Op, list[tuple[Sequence[Action], list[float]] | None]]
+"""By operation and stage, the SENDs of its results by microbatch and when each is used; None stands for no edge."""
 
 
 @lru_cache(64)
@@ -179,7 +177,8 @@ def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:
         priced: run_of(schedule, Costs.uniform(stages, FORWARD_SECONDS, backward, MESSAGE_SECONDS))
         for priced, backward in ((True, BACKWARD_SECONDS), (False, FORWARD_SECONDS))
     }
-    orders = [_ordered(schedule, runs[priced], rule) for priced, rule in _RULES]
+    goes = {priced: _goes(schedule, run) for priced, run in runs.items()}
+    orders = [_ordered(schedule, runs[priced], goes[priced], made, but) for priced, made, but in _RULES]
     seconds = Costs.uniform(stages, FORWARD_SECONDS, BACKWARD_SECONDS).seconds()
     run = [in_order(schedule, order, seconds, lambda channel: MESSAGE_SECONDS) for order in orders]
     return [(each.seconds, replace(schedule, actions=(order,))) for each, order in zip(run, orders, strict=True)]
@@ -192,9 +191,7 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
         places: list[tuple[int, int]] = []
-        for stage, index in {
-            action.stage: index for index, action in enumerate(row, 1) if action.op in BACKWARDS
-        }.items():
+        for stage, index in {stage: index for index, (op, stage, _) in enumerate(row, 1) if op in BACKWARDS}.items():
             own = rank_of(stage)
             while index < len(row) and (row[index].op in MESSAGES or rank_of(row[index].stage) != own):
                 index += 1  # what a neighbour waits for goes first
@@ -206,11 +203,10 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
-def _ordered(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[Action, ...]:
+def _ordered(schedule: Schedule, run: Execution, goes: _Goes, made: Set[Op], but: Set[Op]) -> tuple[Action, ...]:
     """The events of one choice in their order: what is computed, and of each message its SEND. A message moves at once,
-    or if `deferred(what makes it, what comes then)` holds and nothing stands idle between the two, after what comes
+    or if one of `made` makes it, none of `but` comes then, and nothing stands idle between the two, after what comes
     then, if it is not needed before."""
-    goes = _goes(schedule, run)
     times: list[float] = []
     events: list[Action] = []
     for row, starts, ends in zip(schedule.actions, run.starts, run.ends, strict=True):
@@ -219,7 +215,7 @@ def _ordered(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[Actio
             if (route := goes[op][stage]) is not None:
                 sends, needed = route
                 at = ends[index]
-                if index < last and starts[index + 1] <= at and deferred(op, row[index + 1][0]):
+                if op in made and index < last and starts[index + 1] <= at and row[index + 1][0] not in but:
                     at, until = ends[index + 1], needed[mb]
                     at = until if until < at else at
                 times.append(at)
@@ -230,15 +226,14 @@ def _ordered(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[Actio
     return tuple(map(events.__getitem__, sorted(range(len(times)), key=times.__getitem__)))
 
 
-def _goes(schedule: Schedule, run: Execution) -> dict[Op, list[tuple[Sequence[Action], list[float]] | None]]:
-    """By operation and stage, the SENDs of its results by microbatch and when each is used; None stands for no edge."""
+def _goes(schedule: Schedule, run: Execution) -> _Goes:
     count, stages = schedule.num_microbatches, schedule.placement.num_stages
     begun = [[[0.0] * count for _ in range(stages)] for _ in range(2)]
     for row, starts in zip(schedule.actions, run.starts, strict=True):
         for (op, stage, mb), start in zip(row, starts, strict=True):
             if op in PASSED_ON:
                 begun[op is F][stage][mb] = start
-    goes: dict[Op, list[tuple[Sequence[Action], list[float]] | None]] = {op: [None] * stages for op in Op}
+    goes: _Goes = {op: [None] * stages for op in COMPUTE}
     for edge in schedule.edges:
         for op in edge.ops:
             goes[op][edge.sender] = lane(edge.send, edge.sender, count), begun[op is F][edge.receiver]

@@ -62,14 +62,6 @@ class _ChannelState:
         self.awake = awake
         self.batches = batches
 
-    def carry(self, clock: float, ready: _Ready, mb: int) -> None:
-        """Send a message whose receive is always posted: how the edges of a schedule without messages behave. A line
-        carries all of its messages or none, and only what reads `ready[mb]` waits for a carried message."""
-        start = clock if clock > self.free_at else self.free_at
-        ready[mb] = self.free_at = start + self.seconds
-        if self.waiters:
-            self._wake()
-
     def carried(self, number: int, pp_rank: int) -> Iterator[None]:
         """Wait, as this rank, until so many messages are through."""
         while len(self.delivered) < number:
@@ -90,18 +82,11 @@ class _ChannelState:
                 batch.waits = False
                 self.awake.append(batch.pp_rank)
         if self.waiters:
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         self.awake += self.waiters
         self.waiters.clear()
-
-
-class _Nowhere(_ChannelState):
-    """Stands for the line of a result that no stage takes, or whose SEND is an action of the lists."""
-
-    def carry(self, clock: float, ready: _Ready, mb: int) -> None:
-        """Do nothing."""
 
 
 class _OpenBatch:
@@ -129,7 +114,8 @@ class _Work(NamedTuple):
     comes_by: _ChannelState
     seconds: float
     gives: _Ready
-    goes_by: _ChannelState
+    goes_by: _ChannelState | None
+    """The line of a result without a SEND, whose receive is always posted: it carries no other messages."""
 
 
 class _Lookup(NamedTuple):
@@ -231,19 +217,20 @@ def _run(
         if op in work:
             if batch.open:
                 yield from batch.over()
-            if batch.through > clock:
-                clock = batch.through
+            clock = batch.through if batch.through > clock else clock
             needs, line, seconds, gives, goes_by = work[op][stage]
             while (ready := needs[mb]) is None:
                 stuck[pp_rank] = index
                 line.waiters.append(pp_rank)
                 yield
-            if ready > clock:
-                clock = ready
+            clock = ready if ready > clock else clock
             starts.append(clock)
             clock += seconds - saved.get(Action(op, stage, mb), 0.0) if saved else seconds
             ends.append(clock)
-            goes_by.carry(clock, gives, mb)
+            if goes_by is not None:  # only what reads `gives` waits for it
+                gives[mb] = goes_by.free_at = goes_by.seconds + (clock if clock > goes_by.free_at else goes_by.free_at)
+                if goes_by.waiters:
+                    goes_by.wake()
             continue
         batch.open += batched
         line, wanted = messages[op][stage]
@@ -290,15 +277,15 @@ def _tables(
     gradients = [*unknown[len(stages) :], at_once]
 
     def forward(s: int) -> _Work:
-        goes_by = ahead[s + 1] if silent[s + 1] else ahead[0]
+        goes_by = ahead[s + 1] if silent[s + 1] else None
         return _Work(inputs[s], ahead[s], seconds[Op.F][s], inputs[s + 1], goes_by)
 
     def backward(op: Op, s: int) -> _Work:
-        goes_by = back[s] if silent[s] and schedule.gradient_leaves(s) else ahead[0]
+        goes_by = back[s] if silent[s] and schedule.gradient_leaves(s) else None
         return _Work(gradients[s + 1], back[s + 1], seconds[op][s], gradients[s], goes_by)
 
     def alone(op: Op, s: int) -> _Work:
-        return _Work(at_once, ahead[0], seconds[op][s], at_once, ahead[0])
+        return _Work(at_once, ahead[0], seconds[op][s], at_once, None)
 
     return _Lookup(
         {
@@ -336,7 +323,7 @@ def _lines(
             lines[queue] = _ChannelState(0.0 if local else message_seconds(channel), free_sends, awake, ends)
         return lines[queue]
 
-    nowhere = _Nowhere(0.0, 0, awake, ())
+    nowhere = _ChannelState(0.0, 0, awake, ())
     ahead = [line(Channel(before, after, "F")) for before, after in pairwise(ranks)]
     back = [line(Channel(after, before, "B")) for before, after in pairwise(ranks)]
     silent = [not in_lists for in_lists in schedule.messages_into[1:]]

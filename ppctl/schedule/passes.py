@@ -53,7 +53,7 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
     ignores it. Raises ScheduleError for a capacity below 1, for a schedule that is already lowered and, if capacities
     have to be found, for one that deadlocks.
     """
-    if any(action.op not in COMPUTE for row in schedule.actions for action in row):
+    if not COMPUTE.issuperset(op for row in schedule.actions for op, _, _ in row):
         raise ScheduleError(Problem("PP-E307", f"schedule {schedule.name} is lowered already"))
     if batched:
         return batch_messages(schedule)

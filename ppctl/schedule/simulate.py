@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, repeat
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
@@ -12,8 +12,8 @@ from ppctl.schedule.action import (
     COMPUTE,
     INPUT_GRADIENTS,
     LIFE_ENDS,
-    MESSAGES,
     PASSED_ON,
+    TIMED,
     Action,
     Channel,
     F,
@@ -88,11 +88,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
 
 def traced(schedule: Schedule, run: Execution) -> Trace:
     """The trace of a schedule that was run to its end."""
-    spans: list[Span] = []
-    for pp_rank, (row, starts, ends) in enumerate(zip(schedule.actions, run.starts, run.ends, strict=True)):
-        timed = (action for action in row if action[0] not in MESSAGES)
-        spans += spans_of(pp_rank, timed, starts, ends)
+    rows = enumerate(zip(timed(schedule), run.starts, run.ends, strict=True))
+    spans = chain.from_iterable(spans_of(pp_rank, *row) for pp_rank, row in rows)
     return Trace(schedule.placement.pp, tuple(spans), schedule.pairs)
+
+
+def timed(schedule: Schedule) -> list[list[Action]]:
+    """By pp_rank, the actions that an `Execution` has times of: all but messages."""
+    return [[action for action in row if action[0] in TIMED] for row in schedule.actions]
 
 
 def run_of(schedule: Schedule, costs: Costs) -> Execution:
@@ -110,13 +113,15 @@ def attempted(schedule: Schedule, costs: Costs) -> Execution:
     return execute(schedule, costs.seconds(), message, saved)
 
 
-def bubble_of(schedule: Schedule, run: Execution) -> float:
-    """`bubble_fraction` of a schedule that was run, without its trace."""
-    if not run.seconds:
-        return 0.0
-    timed = ([op for op, _, _ in row if op not in MESSAGES] for row in schedule.actions)
-    rows = chain.from_iterable(map(zip, timed, run.starts, run.ends))
-    return 1.0 - sum([end - start for op, start, end in rows if op in COMPUTE]) / (schedule.placement.pp * run.seconds)
+def computing(actions: Sequence[Sequence[Action]], run: Execution) -> list[list[float]]:
+    """By pp_rank, the seconds of each F, B, I and W of these `timed` lists."""
+    rows = map(zip, actions, run.starts, run.ends)
+    return [[end - start for (op, _, _), start, end in row if op in COMPUTE] for row in rows]
+
+
+def bubble_of(computed: Sequence[Sequence[float]], run: Execution) -> float:
+    """`bubble_fraction` of a run from its `computing`."""
+    return 1.0 - sum(chain.from_iterable(computed)) / (len(computed) * run.seconds) if run.seconds else 0.0
 
 
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
@@ -143,17 +148,30 @@ _KINDS = ("forward", "backward", "messages", "gradients")
 def critical_path(trace: Trace) -> list[Span]:
     """The spans that end in the last one, in order, each started by the end (and the message) of the one before it."""
     rows = trace.rows()
-    at = {span[1]: (row, index) for row in rows for index, span in enumerate(row)}
+    run = Execution([[span.start for span in row] for row in rows], [[span.end for span in row] for row in rows], {})
+    return longest_chain([[span.action for span in row] for row in rows], run)
+
+
+def longest_chain(actions: Sequence[Sequence[Action]], run: Execution) -> list[Span]:
+    """`critical_path` of a run of these `timed` lists."""
+    ends, at = run.ends, dict[Action, tuple[int, int]]()
+    for pp_rank, row in enumerate(ends):
+        at.update(zip(actions[pp_rank], zip(repeat(pp_rank), range(len(row))), strict=False))
+
+    def latest(places: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+        return max(places, key=lambda place: ends[place[0]][place[1]], default=None)
+
     path: dict[Action, Span] = {}
-    reason = max(trace.spans, key=lambda span: span[3], default=None)
-    while reason is not None and reason.action not in path:  # of a file that lies an action may wait for itself
-        path[reason.action] = reason
+    last = latest((pp_rank, max(range(len(row)), key=row.__getitem__)) for pp_rank, row in enumerate(ends) if row)
+    # Of a file that lies an action may wait for itself.
+    while last is not None and (action := actions[last[0]][last[1]]) not in path:
+        pp_rank, index = last
+        path[action] = Span(pp_rank, action, run.starts[pp_rank][index], ends[pp_rank][index])
         # The previous span of its rank, or the span that made its input, whichever is later.
-        op, stage, mb = reason.action
-        row, index = at[reason.action]
+        op, stage, mb = action
         ops, source = ({F}, stage - 1) if op is F else (INPUT_GRADIENTS if op in PASSED_ON else (), stage + 1)
-        made = [there[place] for each in ops if (found := at.get(Action(each, source, mb))) for there, place in [found]]
-        reason = max(row[index - 1 : index] + made, key=lambda span: span.end, default=None)
+        made = [place for each in ops if (place := at.get(Action(each, source, mb)))]
+        last = latest([(pp_rank, index - 1)] * (index > 0) + made)
     return list(path.values())[::-1]
 
 

@@ -50,7 +50,7 @@ _FORWARDS = frozenset({Op.F})
 
 
 def _of(row: Sequence[Action], ops: Set[Op]) -> list[Action]:
-    return [action for action in row if action.op in ops]
+    return [action for action in row if action[0] in ops]
 
 
 def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:

@@ -168,8 +168,9 @@ def _lanes_of(row: Sequence[Action], wanted: _Wanted, count: int) -> _Lanes | No
         return None
     lanes: _Lanes = {}
     for key, actions in wanted.items():
-        found = [at.get(action, -1) for action in actions]
-        if -1 in found:
+        try:
+            found = list(map(at.__getitem__, actions))
+        except KeyError:
             return None
         if len(found) < count:  # of those that are split, or REDUCE_GRAD, once for all microbatches
             some = dict(zip((action.mb for action in actions), found, strict=True))
@@ -181,10 +182,8 @@ def _lanes_of(row: Sequence[Action], wanted: _Wanted, count: int) -> _Lanes | No
 def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem]:
     """Per rank: actions that stand before one of the same list that they need."""
     split, stages = schedule.split, range(schedule.placement.num_stages)
-    examples = [
-        {((s, mb) in split, (s + 1, mb) in split): mb for mb in range(schedule.num_microbatches)}.values()
-        for s in stages
-    ]
+    mbs = range(schedule.num_microbatches if split else 1)
+    examples = [{((s, mb) in split, (s + 1, mb) in split): mb for mb in mbs}.values() for s in stages]
     """By stage one microbatch of every kind: microbatches that are split alike need the same actions."""
     for pp_rank, own in enumerate(lanes):
         early: list[tuple[int, Action, Action]] = []

@@ -166,7 +166,8 @@ def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Wor
     for pp_rank in range(pp):
         words = _Words(placement.stages_of(pp_rank), max(num_microbatches, 2 * pp))
         fill(pp_rank, words)
-        rows.append(tuple(action for action in words.actions if action.mb < num_microbatches))
+        full = num_microbatches == words.count
+        rows.append(tuple(words.actions if full else [each for each in words.actions if each.mb < num_microbatches]))
         pairs += words.pairs
     return Schedule(name, placement, num_microbatches, tuple(rows), pairs=frozenset(pairs))
 

@@ -17,7 +17,7 @@ from ppctl.config.parallel_rules import LAYERS, SWITCH
 from ppctl.plan import Plan
 from ppctl.plan.build import plan_alone
 from ppctl.plan.layout_choice import AUTO, RECOMPUTED
-from ppctl.plan.memory_limit import GRANULARITY
+from ppctl.plan.memory_limit import GRANULARITY, PUT_OFF
 from ppctl.plan.schedule_choice import SCHEDULE
 from ppctl.plan.violations import Overrides
 from ppctl.search.answer import AnswerRow
@@ -67,7 +67,9 @@ class Refinement:
                 own = self._faster(own, none, {SWITCH: True, LAYERS: 2**power})
         for key in (SCHEDULE, "layout") if of.pp > 1 else ():
             if key not in space.fixed and not space.values.source(key).startswith(PLACE):
-                own = self._faster(own, own.planned.configuration, {**own.words, key: AUTO})
+                limited = key == SCHEDULE and space.values_of(of)[PUT_OFF] is not None  # what its own schedule puts off
+                words = {**own.words, key: AUTO, **dict.fromkeys([PUT_OFF] * limited)}
+                own = self._faster(own, own.planned.configuration, words)
 
     def _faster(self, own: Refined, of: Configuration, words: Overrides) -> Refined:
         """The configuration with `words` if it is faster and fits; else `own`."""

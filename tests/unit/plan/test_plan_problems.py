@@ -14,7 +14,8 @@ from ppctl.launch.planning import planned
 from ppctl.plan import build_plan, schedule_choice
 from ppctl.plan.derivation import derive
 from ppctl.plan.schedule_choice import Choice, settled
-from ppctl.plan.violations import ConfigValues, Rule, Violation, overrides_text, parse_overrides
+from ppctl.plan.sizes import beyond
+from ppctl.plan.violations import ConfigValues, Rule, overrides_text, parse_overrides
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import in_flight
@@ -28,7 +29,7 @@ def problems_of(given_: ConfigValues) -> tuple[Problem, ...]:
 
 
 def broken_rules(values: ConfigValues) -> set[Rule]:
-    violations: list[Violation] = []
+    violations = beyond(values)
     derive(values, violations)
     return {violation.rule for violation in violations}
 

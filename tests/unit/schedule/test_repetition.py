@@ -24,8 +24,8 @@ from ppctl.schedule.batching import (
 from ppctl.schedule.executor import order_of
 from ppctl.schedule.passes import run_weights_sooner, without_frozen
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.simulate import Costs, attempted, bubble_of, in_flight, traced
-from ppctl.schedule.trace import bubble_fraction, step_time
+from ppctl.schedule.simulate import Costs, attempted, bubble_of, computing, in_flight, timed, traced
+from ppctl.schedule.trace import bubble_fraction, busy_time, step_time
 from ppctl.schedule.verify import verify
 
 NAMES = tuple(POLICIES)
@@ -74,7 +74,9 @@ def test_times_along_the_order_of_events_are_those_of_ranks_that_wait_to_the_las
             run = attempted(batched, costs)
             assert run == attempted(replace(batched), costs)
             trace = traced(batched, run)
-            assert (run.seconds, bubble_of(batched, run)) == (step_time(trace), bubble_fraction(trace))
+            computed = computing(timed(batched), run)
+            assert (run.seconds, bubble_of(computed, run)) == (step_time(trace), bubble_fraction(trace))
+            assert [sum(row) for row in computed] == [busy_time(row) for row in trace.rows()]
 
 
 def test_a_list_that_was_changed_follows_no_order_and_is_run_as_it_is() -> None:

@@ -13,9 +13,15 @@ import pytest
 
 from ppctl.cli.main import INTERRUPTED, main
 from ppctl.config.argv import full_name, normalise
+from ppctl.config.compose import compose
 from ppctl.launch.planning import planned
-from ppctl.search.branch import Search
-from ppctl.search.space import SearchSpace
+from ppctl.plan import Plan
+from ppctl.plan.build import plan_alone
+from ppctl.plan.violations import ConfigValues
+from ppctl.search.answer import AnswerRow
+from ppctl.search.branch import Planned, Search
+from ppctl.search.refine import Refinement
+from ppctl.search.space import Configuration, SearchSpace
 
 SMALL = (
     *("model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8", "model.ffn_hidden_size=1024"),
@@ -194,6 +200,24 @@ def test_files_never_replace_what_is_no_file(capsys: pytest.CaptureFixture[str],
 
 
 UNEVEN = ("model.num_layers=9", "tp=1", "cp=1", "pp=4", "vpp=1", "pp_schedule=1f1b", "mbs=1", "recompute=null")
+
+
+def test_a_schedule_is_searched_for_also_beside_one_that_the_config_lets_put_off_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    composed = compose([*SMALL, "nodes=1", "gpus_per_node=2", "gbs=4", "pp_schedule=zb_h1", "pipeline.put_off_limit=1"])
+    space = SearchSpace(ConfigValues(composed.config, dict.fromkeys(composed.provenance, "a recipe")))
+    of = Configuration(1, 1, 2, 1, 1, 1, "none", 1, "zb_h1", "none")
+    plan, tried = plan_alone(space.values_of(of)), []
+
+    def noted(values: ConfigValues) -> Plan | None:
+        tried.append((values["pipeline.pp_schedule"], values["pipeline.put_off_limit"]))
+        return plan_alone(values)
+
+    monkeypatch.setattr("ppctl.search.refine.plan_alone", noted)
+    assert plan is not None and space.values_of(of)["pipeline.put_off_limit"] == 1
+    assert Refinement(space, [AnswerRow(Planned(of, plan, 0.0), {}, ())], 60.0).run()
+    assert ("auto", None) in tried
 
 
 def test_a_refined_line_is_the_faster_plan_that_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
