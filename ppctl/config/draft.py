@@ -224,6 +224,9 @@ def files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
             draft.put(key, value, source)
     except ConfigError as error:
         problems += error.problems
+    recipe = find_recipe(choices.get("recipe", ""))
+    if recipe is not None and draft.source("log.name") == DEFAULT:
+        draft.put("log.name", recipe.name[:100], f"derived: the name of {recipe.label}")
     return draft
 
 

@@ -111,7 +111,8 @@ def counted_samples(config: RunConfig) -> int:
 
 def settings_of_others(config: RunConfig, arguments: Sequence[str], system: str = "") -> list[Problem]:
     """The problem of settings that take effect in jobs of other systems than `system` only; `train` has none."""
-    keys = {name: key.facts.jobs for name, key in keys_with("jobs").items() if config[name] != key.default}
+    own = [(name, key) for name, key in keys_with("jobs").items() if config[name] != key.default]
+    keys = {name: key.facts.jobs for name, key in own if key.allows(config[name])}  # else the value is refused
     keys |= {f"launch.target={on}": on} if (on := config.launch.target) in ("slurm", "kubernetes") else {}
     foreign = {name: jobs for name, jobs in keys.items() if system not in jobs.split()}
     if not foreign:
