@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 def _become(*arguments: str) -> NoReturn:
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # while the agent imports
-    quiet = {"TORCH_CPP_LOG_LEVEL": "3"}  # the agent tells itself what matters; it takes this from its ranks
-    os.execve(sys.executable, [*python("ppctl.agent"), *arguments], quiet | os.environ)
+    os.execve(sys.executable, [*python("ppctl.agent"), *arguments], {"TORCH_CPP_LOG_LEVEL": "3"} | os.environ)
 
 
 def _listening(host: str, port: str) -> socket.socket | None:

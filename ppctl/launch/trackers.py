@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +13,9 @@ from pathlib import Path
 
 from ppctl.config.run_rules import not_installed
 from ppctl.config.schema import RunConfig
-from ppctl.errors import Problem, pasted
+from ppctl.errors import PpctlError, Problem, pasted
 from ppctl.host.files import nearest_there
+from ppctl.host.private_files import own_directory
 
 _LOGIN = """
 import wandb
@@ -48,10 +48,7 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
 
 def _takes_files(directory: Path) -> bool:
     """Whether files can be made there: the mode says nothing to root, nor of /proc."""
-    own = directory / f".ppctl-{secrets.token_hex(8)}"
-    with suppress(OSError):
-        own.touch(exist_ok=False)
-        own.unlink()
+    with suppress(PpctlError), own_directory(directory):
         return True
     return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import wandb
 
 from ppctl.config.schema import RunConfig
 from ppctl.train.metrics import WeightsAndBiases
@@ -21,6 +22,7 @@ def test_weights_and_biases_keeps_the_lower_steps_behind_a_step_back(
     for step, loss in (*losses.items(), *again.items()):
         tracker.log_metrics({"step": step, "loss": loss})
     tracker.end()
+    wandb.teardown()  # the process that writes the file has ended
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = file.read_bytes()
     assert [loss for loss in (*losses.values(), *again.values()) if repr(loss).encode() not in written] == []
