@@ -17,7 +17,7 @@ filters or rates of decay; bias: added to a product or a norm; correction: what 
 without a gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
-"""What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
+"""The gradient that a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
 its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to be summed over tp
 always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own heads."""
 
