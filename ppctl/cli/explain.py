@@ -70,11 +70,7 @@ def as_data(topic: str | None) -> dict[str, Any]:
     if isinstance(meant, list):
         return key_facts(meant[0]) if len(meant) == 1 else {"keys": [key_facts(key) for key in meant]}
     if meant in sections():
-        return {
-            "section": meant,
-            "text": summary(meant),
-            "keys": [key_facts(key) for name, key in text_keys().items() if name.rpartition(".")[0] == meant],
-        }
+        return {"section": meant, "text": summary(meant), "keys": [key_facts(key) for key in keys_of(meant)]}
     title, text = pages()[meant]
     return {"code": meant, "title": title, "text": text}
 
@@ -235,6 +231,11 @@ def key_facts(key: Key) -> dict[str, Any]:
 def summary(name: str) -> str:
     """The line about a section."""
     return (sections()[name].__doc__ or "").splitlines()[0]
+
+
+def keys_of(section: str) -> list[Key]:
+    """The keys of `section` (such as `model`) whose value can be given as text, on a command line or in a file."""
+    return [key for key in text_keys().values() if key.name.rpartition(".")[0] == section]
 
 
 def contents() -> dict[str, Any]:

@@ -349,7 +349,7 @@ def decide_warmup(
 
     prices = costs()
     times = simulated_steps(values["pp"], prices, make, fits)
-    chosen = next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
+    chosen = least_warmup(times)
     return chosen, (Derived("extra_warmup", chosen, _equation(chosen, times, prices, limit is not None)),)
 
 
@@ -367,6 +367,11 @@ def simulated_steps(
         except ScheduleError:
             break  # a group of microbatches leaves no room for more; nor for more than that
     return times
+
+
+def least_warmup(times: Mapping[int, float]) -> int:
+    """The smallest warm-up whose step is close to the best."""
+    return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
 
 
 def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:
