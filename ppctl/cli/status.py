@@ -39,11 +39,8 @@ def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
     report = facts(run) | _progress(run)
     report["start_up"] = run.result().get("start_up") or run.status().get("start_up")
     report["slowest_edge"] = _slowest_edge(run.edges())
-    report["errors"] = [
-        {key: getattr(error, key) for key in ("rank", "type", "message", "place")}
-        for error in run.errors()
-        if report["state"] != "interrupted" or not is_echo(error)  # connections break when ranks are ended
-    ]
+    errors = [error for error in run.errors() if report["state"] != "interrupted" or not is_echo(error)]
+    report["errors"] = [{key: getattr(each, key) for key in ("rank", "type", "message", "place")} for each in errors]
     hosts = [host for host in run.heartbeats().values() if host]
     report["ranks"] = sorted(
         ({"host": host["host"], "told": host["time"], **row} for host in hosts for row in host["ranks"]),

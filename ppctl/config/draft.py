@@ -348,7 +348,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
             draft.covered[key] = value  # a remedy goes back to the value without the command line
         if key not in draft.typed and value != before:
             draft.put(key, value, f"scale={scale}")
-            rows.append((key, *map(value_text, (before, value))))
+            rows.append((key, *(t if len(t) < 25 else f"{t[:21]}..." for t in map(value_text, (before, value)))))
     draft.put("scale", scale, source)
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]

@@ -22,7 +22,8 @@ TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
 
 
 class Start(NamedTuple):
-    """Where a run begins: completed steps, position in the data, its checkpoint, and positions that it passes by."""
+    """Where a run begins: completed steps, position in the data, its checkpoint, positions that it passes by, and what
+    `train.callbacks` have saved, as JSON by their names there."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -30,7 +31,6 @@ class Start(NamedTuple):
     checkpoint: Path | None = None
     passed: Spans = ()
     callbacks: Mapping[str, str] = {}
-    """Names in `train.callbacks` -> the states that they have saved, as JSON."""
 
 
 class TrainingRun(NamedTuple):
@@ -139,8 +139,7 @@ class Callback:
         """No call follows. `error` is what ended training, if something did."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of a callback of `train.callbacks`: numbers, text, lists and dicts, at most
-        256 KiB as JSON. Every rank is asked, and rank 0's is written unless it is empty."""
+        """Return what checkpoints keep of a callback of `train.callbacks`; rank 0's is written, unless it is empty."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
