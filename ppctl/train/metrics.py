@@ -69,7 +69,7 @@ class WeightsAndBiases(Callback):
             config=to_mapping(config),
             resume="allow",
         )
-        # W&B's own number of a step only grows: it would drop what comes behind a step back.
+        self._run.define_metric("step")  # W&B's own number only grows, and drops what follows a step back
         self._run.define_metric("*", step_metric="step")
 
     def log_metrics(self, record: Record) -> None:
