@@ -18,8 +18,8 @@ without a gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
 """The gradient that a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds.
-tokens: that of its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to be
-summed over tp always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own
+tokens: that of its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to
+be summed over tp always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own
 heads."""
 
 Start = Literal["ones", "zeros", "normal", "residual", "adapter"]
