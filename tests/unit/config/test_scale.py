@@ -33,6 +33,11 @@ def test_a_miniature_keeps_what_makes_the_run_this_run(recipe):
     assert plan.params_total < 10e6
 
 
+def test_the_table_of_what_is_made_small_fits_a_screen():
+    (note, *_) = compose(["+recipe=deepseek_v3", "+scale=smoke"]).notes
+    assert "optim.lr_pieces  " in note and max(map(len, note.splitlines())) < 100
+
+
 def test_deepseek_v3_routes_in_proportion():
     model = compose(["+recipe=deepseek_v3", "+scale=smoke"]).config.model
     routing = (
