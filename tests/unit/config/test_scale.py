@@ -30,6 +30,7 @@ def test_a_miniature_keeps_what_makes_the_run_this_run(recipe):
     assert sizes.world == sizes.pp == original.sizes.pp
     assert plan.num_microbatches == (2 * sizes.pp if plan.schedule.name == "dualpipev" else sizes.pp)
     assert (small.model.hidden_size, small.data.seq_length, small.launch.device) == (64, 64, "any")
+    assert small.cost.device is None, "its seconds are those of where it runs"
     assert plan.params_total < 10e6
 
 
