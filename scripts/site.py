@@ -15,6 +15,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import ppctl
 from ppctl.cli.explain import PAGES, key_facts, keys_of, summary
@@ -36,6 +37,8 @@ AT_THE_ROOT = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
+MEASURED = {f"benchmarks/{path.name}": path for path in sorted((ROOT / "benchmarks").glob("results-*.md"))}
+"""Path of a page of measurements, in the checkout and in the site."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -51,6 +54,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Reference": ["commands.md", "api.md"]},
         {"Decisions": [f"decisions/{path.name}" for path in sorted((docs / "decisions").glob("*.md"))]},
         {"Project": list(AT_THE_ROOT.values())},
+        {"Measurements": list(MEASURED)},
     ]
     return config
 
@@ -62,10 +66,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """A page of docs/ with its links to other directories of the checkout as they are within the site."""
+    up = "../" * page.file.src_uri.count("/")
+    for file, name in {**AT_THE_ROOT, **dict(zip(MEASURED, MEASURED, strict=True))}.items():
+        markdown = markdown.replace(f"](../{up}{file}", f"]({up}{name}")
+    return markdown
+
+
 def generated() -> Mapping[str, str]:
     """Path of a page within the site -> its Markdown."""
     pages = {"index.md": _of_the_root((ROOT / "README.md").read_text(encoding="utf-8"))}
     pages |= {page: _of_the_root((ROOT / file).read_text(encoding="utf-8")) for file, page in AT_THE_ROOT.items()}
+    pages |= {page: _text(path) for page, path in MEASURED.items()}
     pages["keys/index.md"] = _all_sections()
     pages |= {f"keys/{name}.md": _section(name) for name in sections()}
     pages |= {f"errors/{path.name}": _errors(path) for path in PAGES.glob("E*.md")}

@@ -47,6 +47,7 @@ def main() -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what matters is told here
     # All agents have as many ranks: torch computes their numbers, and asks no store that strangers write into.
     os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "").replace("3", "")  # it is read by now
     os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "", "PPCTL_START": ""}  # what `sealed` proves
     try:
         store, shared, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed)

@@ -71,7 +71,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         surplus = self._is_complete and self._this_node in waiting[self.spares :]
         self._surplus_since = self._surplus_since or now if surplus else None
         if surplus and now - (self._surplus_since or now) > LOST:
-            message = f"the run has its {self.settings.max_nodes} nodes and {self.spares} spares"
+            message = f"the run has all hosts that it needs: nodes {self.settings.max_nodes}, spares {self.spares}"
             raise ConfigError(Problem("PP-E658", message, f"launch.spares={self.spares + 1}", "launch.spares"))
         time.sleep(_SLOW)
 

@@ -68,6 +68,7 @@ class RunState(TypedDict, total=False):
     model: Annotated[dict[Line, Any], _check_model]
     norms: _Norms
     loss_scale: _Scale | None
+    callbacks: dict[Line, str]
     weights_only: bool
     source: Line
     averaged: list[Line]

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> NoReturn:
     """Become this host's agent. Exit codes as for train; 1 also if the rendezvous' host or too many others are lost."""
-    typed = " ".join([*map(pasted, filter(None, [args.run])), retyped(args.line.overrides)])
+    typed = " ".join([*map(pasted, filter(None, [args.run])), retyped(sorted(args.line.overrides))])
     host, _, port = args.rendezvous.rpartition(":")
     server = _listening(host.strip("[]"), port)
     if server is None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 def _become(*arguments: str) -> NoReturn:
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # while the agent imports
-    os.execv(sys.executable, [*python("ppctl.agent"), *arguments])
+    os.execve(sys.executable, [*python("ppctl.agent"), *arguments], {"TORCH_CPP_LOG_LEVEL": "3"} | os.environ)
 
 
 def _listening(host: str, port: str) -> socket.socket | None:

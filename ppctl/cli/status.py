@@ -14,6 +14,7 @@ from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
 from ppctl.errors import PpctlError, pasted
 from ppctl.hang.verdict import published_states, root, waits
+from ppctl.launch.outcome import is_echo
 from ppctl.launch.slurm import JobState
 from ppctl.records.step_lines import clock_text, mean_step_time
 from ppctl.runs.rundir import RunDir
@@ -38,9 +39,8 @@ def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
     report = facts(run) | _progress(run)
     report["start_up"] = run.result().get("start_up") or run.status().get("start_up")
     report["slowest_edge"] = _slowest_edge(run.edges())
-    report["errors"] = [
-        {key: getattr(error, key) for key in ("rank", "type", "message", "place")} for error in run.errors()
-    ]
+    errors = [error for error in run.errors() if report["state"] != "interrupted" or not is_echo(error)]
+    report["errors"] = [{key: getattr(each, key) for key in ("rank", "type", "message", "place")} for each in errors]
     hosts = [host for host in run.heartbeats().values() if host]
     report["ranks"] = sorted(
         ({"host": host["host"], "told": host["time"], **row} for host in hosts for row in host["ranks"]),

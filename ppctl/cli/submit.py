@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
-        remedy = pasted("ppctl", "train", *args.typed[1:]) if several else f"{jobs[0].command} --dry-run"
+        words = [word for word in args.typed[1:] if word.partition("=")[0] != "--on" and word != args.on]
+        remedy = pasted("ppctl", "train", *words) if several else f"{jobs[0].command} --dry-run"
         raise ConfigError(Problem("PP-E620", message, remedy, "PATH"))
     if several:
         find_begun(swept)

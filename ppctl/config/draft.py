@@ -224,6 +224,9 @@ def files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
             draft.put(key, value, source)
     except ConfigError as error:
         problems += error.problems
+    recipe = find_recipe(choices.get("recipe", ""))
+    if recipe is not None and draft.source("log.name") == DEFAULT:
+        draft.put("log.name", recipe.name[:100], f"derived: the name of {recipe.label}")
     return draft
 
 
@@ -345,7 +348,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
             draft.covered[key] = value  # a remedy goes back to the value without the command line
         if key not in draft.typed and value != before:
             draft.put(key, value, f"scale={scale}")
-            rows.append((key, *map(value_text, (before, value))))
+            rows.append((key, *(t if len(t) < 25 else f"{t[:21]}..." for t in map(value_text, (before, value)))))
     draft.put("scale", scale, source)
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]

@@ -109,7 +109,7 @@ def parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
-        reason = (str(error) or str(error.__cause__)).splitlines()[0]
+        reason = (str(error) or str(error.__cause__)).splitlines()[0].partition(" expecting {")[0]
         message = f"{text} cannot be read: {reason}; quote a value that holds brackets, commas or blanks"
         raise ConfigError(Problem("PP-E105", message, place="command line")) from None
 

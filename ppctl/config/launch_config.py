@@ -129,7 +129,7 @@ class LogConfig:
     """Files and services that a run records into."""
 
     name: str = key("run", DIRECTORY_NAME)
-    """Name of the run: a directory under `dir`."""
+    """Name of the run: a directory under `dir`. A recipe that sets none gives its own name."""
     dir: str = key(
         "runs", NOT_EMPTY, known_as="output_dir runs_dir --save", options="-o --output -e --error", verbatim=True
     )

@@ -44,7 +44,7 @@ _LEFT_AT_DEFAULTS = (
     "train.epochs",
     *("optim.warmup_tokens", "optim.lr_decay_style", "optim.lr_decay_steps", "optim.lr_decay_tokens"),
     *("optim.lr_wsd_decay_steps", "optim.lr_pieces"),
-    *("launch.nodes", "launch.gpus_per_node", "launch.device_memory"),
+    *("launch.nodes", "launch.gpus_per_node", "launch.device_memory", "cost.device"),
 )
 
 

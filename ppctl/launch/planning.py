@@ -111,7 +111,7 @@ def counted_samples(config: RunConfig) -> int:
 
 def settings_of_others(config: RunConfig, arguments: Sequence[str], system: str = "") -> list[Problem]:
     """The problem of settings that take effect in jobs of other systems than `system` only; `train` has none."""
-    keys = {name: key.facts.jobs for name, key in keys_with("jobs").items() if config[name] != key.default}
+    keys = {n: k.facts.jobs for n, k in keys_with("jobs").items() if config[n] != k.default and k.allows(config[n])}
     keys |= {f"launch.target={on}": on} if (on := config.launch.target) in ("slurm", "kubernetes") else {}
     foreign = {name: jobs for name, jobs in keys.items() if system not in jobs.split()}
     if not foreign:

@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from ppctl.config.run_rules import not_installed
 from ppctl.config.schema import RunConfig
-from ppctl.errors import Problem, pasted
+from ppctl.errors import PpctlError, Problem, pasted
 from ppctl.host.files import nearest_there
+from ppctl.host.private_files import own_directory
 
 _LOGIN = """
 import wandb
@@ -34,7 +36,7 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
         there = nearest_there(Path(directory or ".").expanduser())
         if find_spec(key.partition(".")[2]) is None:
             yield not_installed(key)
-        elif not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        elif not _takes_files(there):
             message = f"{key}_dir={directory}: {there} is no directory that this user may write"
             yield Problem("PP-E652", message, f"{key}_dir=null", f"{key}_dir")
         elif key == "log.wandb" and (
@@ -42,6 +44,13 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
         ):
             remedy = f"{pasted(sys.executable)} -m wandb login\nlog.wandb_mode=offline"
             yield Problem("PP-E652", f"Weights & Biases cannot be logged in to: {why}", remedy, key)
+
+
+def _takes_files(directory: Path) -> bool:
+    """Whether files can be made there: the mode says nothing to root, nor of /proc."""
+    with suppress(PpctlError), own_directory(directory):
+        return True
+    return False
 
 
 @cache

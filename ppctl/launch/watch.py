@@ -253,7 +253,12 @@ class Watch:
     def _reap(self) -> None:
         if not self._collect():
             return
-        # The rank that failed first died before those that failed because of it: collect all before judging.
+        # The rank that failed first died before those that failed because of it: collect all before judging. And who
+        # ends a run twice may signal all its processes: the launcher's own signal then says why ranks have died.
+        until = time.monotonic() + _ONE_PRESS
+        while self.asked is not None and self.cause is None and (left := until - time.monotonic()) > 0:
+            for number in self._signals.wait(left):
+                self._handle(number)
         self._collect()
         codes = {end.returncode for end in self.exits.values() if end.returncode and not end.ended}
         if codes and self.cause is None:

@@ -307,7 +307,7 @@ class _RankProcess:
 
         replay = ReplayCheck(session)
         writers: list[Callback] = [*metrics_writers(self.shared, self.at_end)] if self.leads else []
-        saves = Saves(session, run.checkpoints, writer=writer, note=clock.note_save)
+        saves = Saves(session, run.checkpoints, writer=writer, followers=self.followers, note=clock.note_save)
         callbacks = Callbacks(
             saves,
             LiveState(heartbeat, alarm, clock, self.stop, loaded),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,15 @@ TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
 
 
 class Start(NamedTuple):
-    """Where a run begins: completed steps, position in the data, its checkpoint, and positions that it passes by."""
+    """Where a run begins: completed steps, position in the data, its checkpoint, positions that it passes by, and what
+    `train.callbacks` have saved, as JSON by their names there."""
 
     step: int = 0
     consumed_samples: int = 0
     sample_order: int = SAMPLE_ORDER
     checkpoint: Path | None = None
     passed: Spans = ()
+    callbacks: Mapping[str, str] = {}
 
 
 class TrainingRun(NamedTuple):
@@ -87,9 +89,10 @@ class Callback:
     Each method is called on every rank at the same place of the run, so that it may use collectives. Several callbacks
     are called in the order of their list. Steps count from 1. The order of the calls:
 
+        load_state_dict     if the checkpoint has a state of the callback
         pre_train
         for each step:  enter("training"), pre_step, enter("updating"), stop_requested, pre_update, post_update,
-                        log_metrics (at log.interval), post_step
+                        log_metrics (at log.interval), post_step, state_dict (if a checkpoint is due)
                         (on a GPU enter("updating") follows pre_update: its device may be in the pipeline until then)
         post_train
         close           always, also after an error
@@ -135,14 +138,22 @@ class Callback:
     def close(self, error: BaseException | None) -> None:
         """No call follows. `error` is what ended training, if something did."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints keep of a callback of `train.callbacks`; rank 0's is written, unless it is empty."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what rank 0 had at the checkpoint from which training goes on, in whatever cut."""
+
 
 class Callbacks(Callback):
-    """Several callbacks as one."""
+    """Several callbacks as one. The first one's `post_step` comes last: it saves what the others did in the step."""
 
     def __init__(self, *each: Callback) -> None:
         self.each = each
         for name in WITHOUT_RESULT:
-            setattr(self, name, partial(_call_all, [getattr(one, name) for one in each]))
+            order = (*each[1:], *each[:1]) if name == "post_step" else each
+            setattr(self, name, partial(_call_all, [getattr(one, name) for one in order]))
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
         """Pass the program through all callbacks in order: each gets what the callback before it returned."""

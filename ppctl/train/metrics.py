@@ -69,10 +69,12 @@ class WeightsAndBiases(Callback):
             config=to_mapping(config),
             resume="allow",
         )
+        self._run.define_metric("step")  # W&B's own number only grows, and drops what follows a step back
+        self._run.define_metric("*", step_metric="step")
 
     def log_metrics(self, record: Record) -> None:
         """Log the numbers."""
-        self._run.log(_numbers(record), step=record["step"])
+        self._run.log({"step": record["step"], **_numbers(record)})
 
     def end(self) -> None:
         """End the process that sends records; after a failure is written, since it may take long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import traceback
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ class OwnCallback(Callback):
 
     def __init__(self, name: str, callback: Callback) -> None:
         self.name, self._callback = name, callback
-        for method in ("stage_program", *WITHOUT_RESULT):
+        for method in ("stage_program", *WITHOUT_RESULT, "state_dict", "load_state_dict"):
             setattr(self, method, partial(self._call, method))
 
     def stop_requested(self) -> int:
@@ -37,12 +38,14 @@ class OwnCallback(Callback):
             traceback.print_exc()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """The method's result. What it has added to a record must be what metrics.jsonl can hold."""
+        """The method's result. A record must then be what metrics.jsonl can hold, and a state what JSON can."""
         try:
             result = getattr(self._callback, method)(*arguments)
             for key, value in arguments[0].items() if method == "log_metrics" else ():
                 if not isinstance(value, int | float | str | list | None):
                     raise TypeError(f"record[{key!r}] is no number or text, but {type(value).__name__}")
+            if method == "state_dict":
+                _check_state(result)
             return result
         except (Exception, SystemExit) as error:
             message = f"{self.name} of train.callbacks failed in {method}: {type(error).__name__}: {error}"
@@ -73,6 +76,15 @@ def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
     if problems:
         raise ConfigError(problems)
     return loaded
+
+
+def _check_state(state: dict[str, Any]) -> None:
+    """Raise TypeError for a value that JSON would give back as another, ValueError for too long a state."""
+    for key, value in state.items():
+        if repr(json.loads(json.dumps({key: value}, default=str))) != repr({key: value}):
+            raise TypeError(f"state[{key!r}] is not made of numbers, text, lists and dicts: {value!r:.80}")
+    if len(json.dumps(state)) > 2**18:
+        raise ValueError("the state has more than 256 KiB as JSON")
 
 
 def _frames(error: BaseException) -> str:

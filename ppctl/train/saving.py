@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ppctl.records.json_reader import finite
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint, StepBack, find, step_of, steps_back
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
+from ppctl.train.own_callbacks import OwnCallback
 from ppctl.train.session import Session
 from ppctl.train.snapshot import check_optimizer, continued, load_first, session_shards, start_from, start_of, state_of
 
@@ -39,10 +40,10 @@ SETTLE = 5.0
 class Saves(Callback):
     """A run's checkpoints: `start` finds and loads one, then each due step is saved.
 
-    `writer` gives the address of the node's writer process (without one, ranks write themselves). On rank 0 `say` takes
-    lines for the user, and `note` the seconds of every save. The constructor makes the memory for the copies; if
-    `checkpoint.local` is set `start` makes it, because copies of an earlier start may lie there. Raises CheckpointError
-    (PP-E511) on all ranks if one rank has no memory for its copies.
+    `writer` gives the address of the node's writer process (without one, ranks write themselves). The states of
+    `followers` are saved, too. On rank 0 `say` takes lines for the user, and `note` the seconds of every save. The
+    constructor makes the memory for the copies; if `checkpoint.local` is set `start` makes it, because copies of an
+    earlier start may lie there. Raises CheckpointError (PP-E511) on all ranks if one rank has no memory for its copies.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class Saves(Callback):
         directory: Path,
         *,
         writer: Callable[[], WriterAddress] = WriterAddress,
+        followers: Sequence[OwnCallback] = (),
         say: Callable[[str], None] = print,
         note: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.session, self._note, self._directory, self._writer = session, note, directory, writer
+        self._followers = followers
         leads = dist.get_rank() == 0
         self._say = say if leads else lambda line: None
         aloud = say if leads else partial(print, file=sys.stderr)
@@ -104,18 +107,18 @@ class Saves(Callback):
         start = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
         if start is None and (model := self.session.config.model.from_) is not None:
             start_from(self.session, Path(model))
-        return self._passing(start or Start())
+        return self._as_rank_0(start or Start())
 
-    def _passing(self, start: Start) -> Start:
-        """`start` with what its state, this run, and the directory of its checkpoint say that is passed by."""
+    def _as_rank_0(self, start: Start) -> Start:
+        """`start` with rank 0's states of callbacks, and all samples that run and checkpoint say are passed by."""
         places = {self._directory} | ({start.checkpoint.parent} if start.checkpoint else set())
-        noted = AgreeingRanks(None).agree(
+        noted, states = AgreeingRanks(None).agree(
             "read which samples it passes by",
             lambda: None,
-            lambda _: [(each.first, each.end) for place in places for each in steps_back(place)],
-            result=list[tuple[int, int]],
+            lambda _: ([(each.first, each.end) for place in places for each in steps_back(place)], start.callbacks),
+            result=tuple[list[tuple[int, int]], dict[str, str]],
         )
-        return start._replace(passed=tuple(sorted({*start.passed, *noted})))
+        return start._replace(passed=tuple(sorted({*start.passed, *noted})), callbacks=states)
 
     def _load_local(
         self, local: LocalCopies, candidates: Candidates, from_disk: Callable[[], Start | None]
@@ -157,8 +160,17 @@ class Saves(Callback):
         return loaded
 
     def pre_train(self, run: TrainingRun) -> None:
-        """Remember where the run began."""
+        """Remember where the run began, and give callbacks what they have saved."""
         self._run = run
+        self._restore()
+
+    def _restore(self) -> None:
+        states = dict(self._run.start.callbacks)
+        for each in self._followers:
+            if each.name in states:
+                each.load_state_dict(json.loads(states.pop(each.name)))
+        if states:
+            self._say(f"note: train.callbacks does not name {', '.join(states)}, whose saved state is not used")
 
     def stop_requested(self) -> int:
         """SAVE_FAILED if the save under way has failed on all ranks: `post_step` then raises."""
@@ -191,7 +203,7 @@ class Saves(Callback):
         add = partial(checkpoint_folder.add_step_back, self._directory, back)
         AgreeingRanks(None).agree("note which samples it passes by", forget, lambda _: add())
         self._say(f"back to step {back.step}; samples {back.first:,} to {back.end - 1:,} are not read again")
-        return self._passing(start)
+        return self._as_rank_0(start)
 
     def log_metrics(self, record: dict[str, Any]) -> None:
         """Add the figures of saves since the line before: `save_stall_s`, for how long training waited, and of the
@@ -207,6 +219,7 @@ class Saves(Callback):
         as they were.
         """
         if result.goes_back:
+            self._restore()
             return
         config, step, ends = self.session.config.checkpoint, result.step, result.last or bool(result.stop)
         on_disk, in_memory = (every > 0 and step % every == 0 for every in (config.interval, config.local_every))
@@ -217,6 +230,7 @@ class Saves(Callback):
         shards = session_shards(self.session)
         state = state_of(self.session, step, result.record["consumed_samples"], start.sample_order, start.passed)
         state["eval_loss"] = finite(result.record.get("eval_loss"))
+        state["callbacks"] = {each.name: json.dumps(own) for each in self._followers if (own := each.state_dict())}
         with _as_training_error():
             if self._background is None:
                 assert self._saver is not None

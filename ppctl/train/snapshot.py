@@ -180,7 +180,8 @@ def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard])
 def start_of(state: Mapping[str, Any], path: Path | None) -> Start:
     """Where a run goes on with this state of its checkpoint at `path`."""
     passed = tuple((first, end) for first, end in state.get("passed", ()))
-    return Start(state["step"], state["consumed_samples"], state["sample_order"], path, passed)
+    saved = state.get("callbacks", {})
+    return Start(state["step"], state["consumed_samples"], state["sample_order"], path, passed, saved)
 
 
 def load_first(

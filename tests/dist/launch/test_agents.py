@@ -88,7 +88,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_one_host_more_is_refused(tmp
     gone = 1 if hosts.ranks(1) else 2
     surplus = hosts.start(3)
     until(lambda: surplus.poll() is not None, 60)
-    assert surplus.poll() == 2 and "the run has its 2 nodes and 1 spares" in surplus.communicate()[1]
+    assert surplus.poll() == 2 and "the run has all hosts that it needs: nodes 2, spares 1" in surplus.communicate()[1]
     del hosts.agents[3]
     until(lambda: len(hosts.waiting(0)) == 2)
     waiting = hosts.waiting(0), hosts.waiting(3 - gone)

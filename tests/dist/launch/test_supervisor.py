@@ -238,6 +238,20 @@ def test_ctrl_c_once_more_ends_all_with_130_and_after_that_they_are_killed(run: 
     assert all_gone(pids)
 
 
+def test_who_signals_ranks_and_launcher_to_end_is_not_told_of_a_failure_of_ranks(run: RunDir) -> None:
+    """As a service manager signals every process of a group: ranks may have died before the launcher wakes."""
+    launcher = Launcher(run, 2, "trains_on")
+    pids = [int(pid) for pid in launcher.wait_for("pid")]
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(0.6)
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+    time.sleep(0.05)
+    code, _, err = launcher.end(signal.SIGINT)
+    assert (code, run.status()["state"]) == (130, "interrupted"), err
+    assert err.splitlines()[-1] == "interrupted: all ranks were ended, nothing more was saved"
+
+
 def test_ctrl_c_before_a_step_is_done_ends_all_quietly_with_130(run: RunDir) -> None:
     launcher = Launcher(run, 2, "is_stubborn", "wait")
     pids = [int(pid) for pid in launcher.wait_for("pid")]

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from command import TINY, environment, metrics, only_run, ppctl
+from dense_runs import config_of, session_of
+from ranks import RanksFailed, run_ranks
+
+from ppctl.config.mapping import to_mapping
+from ppctl.errors import TrainingError
+from ppctl.runs.checkpoint_folder import AUTO, candidates
+from ppctl.train.callback import Callback, Callbacks, StepResult, TrainingRun
+from ppctl.train.loop import train
+from ppctl.train.own_callbacks import OwnCallback
+from ppctl.train.saving import Saves
 
 ROOT = Path(__file__).parents[3]
 EVALUATED = ("data.validation_split=0.05", "train.eval_interval=1", "train.eval_steps=1")
@@ -56,6 +70,104 @@ def test_the_pages_callbacks_follow_and_stop_a_run_and_nothing_but_ranks_imports
         assert not (page / "imported").exists(), looks
         if looks[0] == "status":
             assert "a callback of train.callbacks asked for it" in shown.stdout
+
+    again = ppctl("resume", where, "pp=1", cwd=tmp_path, PYTHONPATH=path_of(page))
+    assert again.returncode == 75, again.stdout + again.stderr
+    assert metrics(Path(where))[-1]["step"] == 6, "it knows what it has seen before, and asks at once"
+
+
+class Counts(Callback):
+    """Counts steps that are over, and keeps its rank; spoils the gradients of one step, once, or fails behind one."""
+
+    def __init__(self, bad: int = 0, fails: int = 0) -> None:
+        self.bad, self.fails, self.steps, self.rank, self.began_with = bad, fails, 0, dist.get_rank(), None
+
+    def pre_train(self, run: TrainingRun) -> None:
+        self.began_with, self.masters = self.steps, run.session.replica.weights.master.values()
+
+    def pre_update(self, step: int) -> None:
+        if step == self.bad:
+            self.bad = 0
+            for master in self.masters:
+                master.grad.fill_(math.nan)
+
+    def post_step(self, result: StepResult) -> None:
+        self.steps += 1
+        if result.step == self.fails:
+            raise RuntimeError("as asked")
+
+    def state_dict(self) -> dict:
+        return {"steps": self.steps, "of": [self.rank, math.inf]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps, (self.rank, infinite) = state["steps"], state["of"]
+        assert infinite == math.inf
+
+
+def counted(
+    mapping: dict, directory: str, resume: str | None = None, name: str = "own:Counts", bad: int = 0, fails: int = 0
+) -> tuple:
+    """(steps counted before the first, steps at the end, whose state a rank has, lines) of one life of a run."""
+    session, lines, checkpoints = session_of(mapping), [], Path(directory) / "checkpoints"
+    counts = Counts(bad, fails)
+    saves = Saves(session, checkpoints, followers=[own := OwnCallback(name, counts)], say=lines.append)
+    train(session, saves.start(partial(candidates, resume, checkpoints)), Callbacks(saves, own))
+    return counts.began_with, counts.steps, counts.rank, lines
+
+
+def small(text: Path, pp: int, steps: int, **checkpoint: object) -> dict:
+    config = config_of(text, pp=pp, vpp=1, m=4)
+    config.train.steps, config.train.on_bad_step = steps, "rollback:2"
+    config.checkpoint.interval = 2
+    for key, value in checkpoint.items():
+        setattr(config.checkpoint, key, value)
+    return to_mapping(config)
+
+
+def test_rank_0s_state_is_in_every_checkpoint_and_given_to_all_when_the_run_goes_on_from_one(
+    text: Path, tmp_path: Path
+) -> None:
+    """The fifth step is bad: behind it the run, and the count with it, goes back to the second."""
+    answers = run_ranks(counted, 2, small(text, 2, 6), str(tmp_path), None, "own:Counts", 5)
+    assert [answer[:3] for answer in answers] == [(0, 6, 0)] * 2
+    kept = json.loads((tmp_path / "checkpoints/step-4/state.json").read_text())["callbacks"]
+    assert json.loads(kept["own:Counts"]) == {"steps": 4, "of": [0, math.inf]}, "with the step that it belongs to"
+    ((began_with, steps, _, lines),) = run_ranks(counted, 1, small(text, 1, 8), str(tmp_path), AUTO)
+    assert (began_with, steps) == (6, 8) and not any("train.callbacks" in line for line in lines)
+
+
+@pytest.mark.whole
+def test_a_state_in_memory_is_rank_0s_too_and_one_that_nobody_asks_for_is_named(text: Path, tmp_path: Path) -> None:
+    mapping = small(text, 2, 6, interval=100, local=str(tmp_path / "memory"), local_every=1)
+    with pytest.raises(RanksFailed, match="as asked"):
+        run_ranks(counted, 2, mapping, str(tmp_path), None, "own:Counts", 0, 4)
+    answers = run_ranks(counted, 2, mapping, str(tmp_path), AUTO)
+    assert [answer[:3] for answer in answers] == [(3, 6, 0)] * 2
+    answers = run_ranks(counted, 2, small(text, 2, 7), str(tmp_path), AUTO, "own:Other")
+    assert [answer[:3] for answer in answers] == [(0, 1, 0), (0, 1, 1)]
+    note = "note: train.callbacks does not name own:Counts, whose saved state is not used"
+    assert note in answers[0][3] and answers[1][3] == []
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (
+            {"mean": {"of": (1, 2)}},
+            "TypeError: state['mean'] is not made of numbers, text, lists and dicts: {'of': (1,",
+        ),
+        ({"steps": 3, "when": Path("x")}, "state['when'] is not made of"),
+        ({"by": {3: "three"}}, "state['by'] is not made of"),
+        ({"seen": [0] * 100_000}, "the state has more than 256 KiB as JSON"),
+        (None, "failed in state_dict"),
+    ],
+)
+def test_a_state_that_json_would_not_give_back_is_refused_by_name(state: dict, says: str) -> None:
+    callback = Callback()
+    callback.state_dict = lambda: state
+    with pytest.raises(TrainingError, match=r"PP-E735: own:One of train\.callbacks failed in state_dict") as caught:
+        OwnCallback("own:One", callback).state_dict()
+    assert says in caught.value.problems[0].message
 
 
 @pytest.mark.whole
@@ -162,8 +274,7 @@ def test_each_name_that_leads_to_no_callback_is_named(
 def test_an_error_has_class_method_and_frames_and_does_not_hide_the_one_that_ends_the_run(
     failing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ppctl.errors import TrainingError
-    from ppctl.train.callback import ASKED, StepResult
+    from ppctl.train.callback import ASKED
     from ppctl.train.own_callbacks import load_callbacks
 
     monkeypatch.syspath_prepend(str(failing))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,16 @@ class Became(Exception):
 
 @pytest.fixture
 def became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The arguments of the agent that the command became."""
+    """The arguments of the agent that the command became, on whose terminal torch's C++ is silent."""
     arguments: list[str] = []
 
-    def execute(_: str, command: list[str]) -> None:
+    def execute(_: str, command: list[str], environment: Mapping[str, str]) -> None:
+        assert environment["TORCH_CPP_LOG_LEVEL"] == os.environ.get("TORCH_CPP_LOG_LEVEL", "3")
         arguments.extend(command[command.index("ppctl.agent") + 1 :])
         raise Became
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.setattr(os, "execve", execute)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield arguments
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -43,7 +44,7 @@ def test_the_host_that_has_the_address_makes_the_run_and_serves(became: list[str
         main(["node", "--rendezvous", f"localhost:{port}", *TRAIN])
     host, told, typed, run, descriptor = became
     assert (host, told) == ("127.0.0.1", str(port))
-    assert typed.startswith("+recipe=quickstart ") and "launch.spares=1" in typed
+    assert {"+recipe=quickstart", "launch.spares=1"} <= set(typed.split())
     config = RunDir(Path(run)).read_config()
     assert (config.launch.nodes, config.launch.spares, config.launch.max_restarts) == (2, 1, 3)
     assert (Path(run) / "secret").stat().st_mode & 0o777 == 0o600
@@ -59,6 +60,13 @@ def test_any_other_host_joins_and_plans_nothing(became: list[str], tmp_path: Pat
             main(["node", "--rendezvous", address])
     assert became == [*address.split(":"), ""]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_order_of_words_is_not_compared_with_other_hosts(became: list[str]) -> None:
+    for words in (TRAIN, TRAIN[::-1], ("pp=8", *TRAIN)):
+        with pytest.raises(Became):
+            main(["node", "--rendezvous", "192.0.2.7:29500", *words])
+    assert len(became) == 9 and len(set(became[2::3])) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import shlex
 import pytest
 
 from ppctl.cli.main import main
+from ppctl.config.argv import normalise
+from ppctl.config.compose import compose
 from ppctl.config.resources import RECIPES_PATH, recipes
 
 
@@ -106,6 +108,10 @@ def test_a_file_of_settings_is_a_recipe_however_it_is_named(capsys, tmp_path, mo
         (tmp_path / name).write_text("model: {num_layers: 6}\n")
     assert main(["plan", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layout"] == "Et*6L"
+    names = [
+        compose(normalise([*words, *more])).config.log.name for more in ((), ("+scale=smoke",), ("log.name=other",))
+    ]
+    assert names == ["mine", "mine_smoke", "other"], "runs are called as the file"
 
 
 def test_a_shipped_recipe_is_not_replaced_by_a_file_beside_it(capsys, tmp_path, monkeypatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from ppctl.cli.main import main
 from ppctl.cli.runs import program
 from ppctl.config.schema import OptimConfig, RunConfig
+from ppctl.records.rank_records import RankFailure
 from ppctl.runs.rundir import RunDir
 
 
@@ -154,6 +155,17 @@ def test_a_run_that_goes_on_has_a_time_that_is_left(
     runs["alive"].add_metrics(record)
     assert main(["status", "alive"]) == 0
     assert "loss 3.0000, 1,024 tokens/s, ETA 2:00\n" in capsys.readouterr().out, "60 steps of 2 s"
+
+
+@pytest.mark.parametrize(("state", "said"), [("interrupted", ["PP-E732"]), ("failed", ["PP-E711", "PP-E732"])])
+def test_connections_that_broke_because_ranks_were_ended_are_no_errors_of_a_run(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], state: str, said: list[str]
+) -> None:
+    for rank, code in enumerate(("PP-E711", "PP-E732")):
+        runs["alive"].write_error(RankFailure(rank, f"{code}: so", code=code))
+    runs["alive"].write_status(state)
+    assert main(["status", "alive", "--json"]) == 0
+    assert [error["message"][:7] for error in json.loads(capsys.readouterr().out)["errors"]] == said
 
 
 def test_two_runs_are_compared_by_keys_losses_and_speed(

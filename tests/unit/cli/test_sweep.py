@@ -199,7 +199,7 @@ def test_a_dry_run_prints_the_script_of_the_array_and_a_line_on_each_plan_and_wr
 
 
 def test_a_refused_array_leaves_nothing_and_other_sizes_are_refused_before(
-    slurm: Path, capsys: pytest.CaptureFixture[str]
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (slurm / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 1\n")
     assert main(["submit", *SWEEP]) == 2
@@ -210,7 +210,8 @@ def test_a_refused_array_leaves_nothing_and_other_sizes_are_refused_before(
     assert "PP-E629" in err and "these differ: --time=10, --time=20" in err
     shutil.rmtree(slurm / "runs")
     (slurm / "sbatch").unlink()
-    if shutil.which("sbatch") is None:
-        assert main(["submit", *SWEEP]) == 2
-        assert "PP-E620" in (err := capsys.readouterr().err) and "try: ppctl train -m +recipe=quickstart" in err
+    monkeypatch.setenv("PATH", "")
+    assert main(["submit", *SWEEP, "--on", "slurm"]) == 2
+    assert "PP-E620" in (err := capsys.readouterr().err) and "try: ppctl train -m +recipe=quickstart" in err
+    assert "--on" not in err and "slurm" not in err.partition("try:")[2]
     assert not (slurm / "runs").exists()

@@ -59,6 +59,11 @@ def prepared(*typed: str) -> Launch:
         (["+recipe=quickstart", "launch.target=env"], 2, ["launch.target"]),
         (["+recipe=quickstart", "launch=slurm"], 2, ["PP-E629: launch.target=slurm takes effect", "ppctl submit +rec"]),
         (["+recipe=quickstart", "launch.qos=a", "launch.time=9"], 2, ["launch.qos, launch.time take effect"]),
+        (
+            ["+recipe=quickstart", "pp_schedule=auto", "pipeline.schedule_memory=60"],
+            2,
+            ["try: pipeline.schedule_memory=60GiB"],
+        ),
         (["+recipe=quickstart", "-m"], 2, ["PP-E106"]),
         (["+recipe=quickstart", "--frobnicate"], 2, ["frobnicate"]),
     ],
@@ -72,6 +77,17 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     for text in says:
         assert text in err
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("typed", ["launch.max_restarts=-5", "launch.time=soon", "launch.kubernetes.image=a b"])
+def test_a_value_that_is_refused_stands_in_no_remedy(
+    here: Path, capsys: pytest.CaptureFixture[str], typed: str
+) -> None:
+    assert main(["train", "+recipe=quickstart", typed]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "error PP-E103" in said and "PP-E629" not in said and typed.partition("=")[2] not in said.partition("try:")[2]
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,13 @@ def test_a_miniature_keeps_what_makes_the_run_this_run(recipe):
     assert sizes.world == sizes.pp == original.sizes.pp
     assert plan.num_microbatches == (2 * sizes.pp if plan.schedule.name == "dualpipev" else sizes.pp)
     assert (small.model.hidden_size, small.data.seq_length, small.launch.device) == (64, 64, "any")
+    assert small.cost.device is None, "its seconds are those of where it runs"
     assert plan.params_total < 10e6
+
+
+def test_the_table_of_what_is_made_small_fits_a_screen():
+    (note, *_) = compose(["+recipe=deepseek_v3", "+scale=smoke"]).notes
+    assert "optim.lr_pieces  " in note and max(map(len, note.splitlines())) < 100
 
 
 def test_deepseek_v3_routes_in_proportion():

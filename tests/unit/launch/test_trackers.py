@@ -85,7 +85,10 @@ def test_a_package_that_is_not_here_and_a_directory_that_cannot_be_written(
 ) -> None:
     (nobody / "file").write_text("")
     assert [code for code, _ in refused(tensorboard=True, tensorboard_dir="file/boards")] == ["PP-E652"]
+    for nowhere in ("/proc/boards", "/sys/boards"):  # also for root, whom no mode keeps from there
+        assert [code for code, _ in refused(tensorboard=True, tensorboard_dir=nowhere)] == ["PP-E652"]
     assert refused(tensorboard=True, tensorboard_dir="new/boards") == []
+    assert [each.name for each in nobody.iterdir()] == ["file"]
     assert not (nobody / "new").exists(), "nothing is written before the run is accepted"
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
