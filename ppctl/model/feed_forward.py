@@ -147,8 +147,8 @@ class MixtureOfExperts(nn.Module):
         return out
 
     def _here(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Any) -> Tensor:
-        copies = RowCopies.of(chosen, self.runs.size, self.runs.most)
-        weighed = reorder(weights.reshape(-1, 1), copies.order, copies.back)
+        copies, order = RowCopies.of(chosen, self.runs.size, self.runs.most)
+        weighed = reorder(weights.reshape(-1, 1), order, copies.places)
         return summed(experts(copied(rows, copies), weighed, counts), copies)
 
 
