@@ -24,6 +24,7 @@ from ppctl.model.router import Router
 from ppctl.records.rehearsal_record import BACKWARD, FORWARD
 from ppctl.rehearsal.ledger import DeviceLedger, launches, moved_bytes, multiplies
 from ppctl.rehearsal.stand_ins import FusedKernels, capability
+from ppctl.weight_gradients.wide_sums import WideSum
 
 
 class Kernels(DeviceLedger):
@@ -55,6 +56,9 @@ def count(recipe: str, *overrides: str) -> Kernels:
         kernels = choose_kernels(config, capability(device, packed=False))
         with device:
             layer = DecoderLayer(model, moe=model.num_moe_experts is not None, kernels=kernels).to(torch.bfloat16)
+        if kernels.adds_gradients:  # as `let_products_add` in training; the first gradients of a step begin the sums
+            for weight in layer.parameters():
+                weight.wide_sum = WideSum(lambda: None, lambda total: None)  # type: ignore[attr-defined]
         for router in (module for module in layer.modules() if isinstance(module, Router)):
             router.reset_bias(device)
         ledger.watch_layers([(layer, recipe)])

@@ -7,10 +7,9 @@ DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage and scales o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +20,12 @@ from ppctl.config.schema import ModelConfig
 from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.dropped_attention import Dropped, attention_with_dropout
 from ppctl.model.kernels import ON_CPU, AttendDocuments, Kernels
-from ppctl.model.linear import Linear, Projection, columns, from_columns
+from ppctl.model.linear import Linear, Projection, columns, from_columns, makes_sums
 from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
-from ppctl.model.rotary import rotate, yarn_magnitude
+from ppctl.model.rotary import rotate, rotate_heads, yarn_magnitude
 from ppctl.model.split import TensorSplit, enter
+from ppctl.weight_gradients.products import spaced
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None, Dropped | None], Tensor]
 """`attend` with its kernels, or what stands in its place if ranks share sequences (`parallel/context.py`)."""
@@ -215,36 +215,15 @@ class LatentAttention(SelfAttention):
         if self.compresses_queries:
             (queries,) = columns(self.q_norm(queries), self.wq_b, split=self.split)
         latent, shared = torch.split(keys_values, self.latent_widths, dim=-1)
-        (expanded,) = columns(self.kv_norm(latent), self.wkv_b, split=self.split)
+        latent = self.kv_norm(latent)
         turned = rotate(enter(shared, self.split)[:, None], turns, interleaved=self.interleaved)
-        q = _heads(queries, self.q_widths)
-        q = rotate(q, turns, first=self.q_widths[0], interleaved=self.interleaved)
-        k, v = _KeysValues.apply(_heads(expanded, self.kv_widths), turned, self.kv_widths)  # type: ignore[no-untyped-call]  # torch's own
-        return q, k, v
-
-
-def _heads(x: Tensor, widths: Sequence[int]) -> Tensor:
-    """x [b, s, heads x width] by head, [b, heads, s, width], whose width these add up to."""
-    return x.view(*x.shape[:2], -1, sum(widths)).transpose(1, 2)
-
-
-class _KeysValues(torch.autograd.Function):
-    """Keys [b, heads, s, width] and values of expanded heads, and of the keys' turned part, which is one for all heads.
-
-    Attention keeps values for its backward: as a view they would also keep the memory of the plain keys, which they
-    share. The gradient of the expanded heads is written once, in the layout of the projection's result.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, turned: Tensor, widths: list[int]) -> tuple[Tensor, Tensor]:
-        plain, values = torch.split(heads, widths, dim=-1)
-        ctx.plain = plain.shape[-1]
-        keys = torch.cat((plain, turned.expand(-1, heads.shape[1], -1, -1)), dim=-1)
-        return keys, values.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        of_keys, of_values = gradients
-        plain, turned = of_keys[..., : ctx.plain], of_keys[..., ctx.plain :]
-        of_heads = torch.cat((plain.transpose(1, 2), of_values.transpose(1, 2)), dim=-1).transpose(1, 2)
-        return of_heads, turned.sum(1, keepdim=True), None
+        first, heads = self.q_widths[0], queries.shape[-1] // sum(self.q_widths)
+        own = self.compresses_queries  # else they are an input, which recomputation holds
+        q = rotate_heads(queries, heads, turns, first=first, interleaved=self.interleaved, own=own)
+        if self.split is None and makes_sums(self.wkv_b):
+            return q, *spaced(latent, self.wkv_b.weight, turned, self.kv_widths)
+        (expanded,) = columns(latent, self.wkv_b, split=self.split)
+        plain, values = expanded.unflatten(-1, (heads, -1)).split(self.kv_widths, dim=-1)
+        k = torch.cat((plain.transpose(1, 2), turned.expand(-1, heads, -1, -1)), dim=-1)
+        # Attention keeps values: a view of them would keep the plain keys, too.
+        return q, k, values.transpose(1, 2).clone(memory_format=torch.contiguous_format)

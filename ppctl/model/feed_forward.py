@@ -136,6 +136,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Send every token through its experts."""
         routing = self.router(x)
+        x = routing.x
         chosen, slots = routing.experts.flatten(0, 1).sort(-1)
         weights = routing.weights.flatten(0, 1).gather(-1, slots).to(x.dtype)
         out = self.exchange(x.flatten(0, 1), chosen, weights, routing.counts, self.experts).view(x.shape)
@@ -147,8 +148,8 @@ class MixtureOfExperts(nn.Module):
         return out
 
     def _here(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Any) -> Tensor:
-        copies = RowCopies.of(chosen, self.runs.size, self.runs.most)
-        weighed = reorder(weights.reshape(-1, 1), copies.order, copies.back)
+        copies, order = RowCopies.of(chosen, self.runs.size, self.runs.most)
+        weighed = reorder(weights.reshape(-1, 1), order, copies.places)
         return summed(experts(copied(rows, copies), weighed, counts), copies)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ppctl.geometry.rows import Place
 from ppctl.model.fp8 import BLOCK, Fp8, Operand, Quantised
 from ppctl.model.grouped_fp8 import Groups, GroupsInFp8, copies_of
-from ppctl.model.split import TensorSplit, leave
+from ppctl.model.split import ALONE, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
 from ppctl.tensors.row_copies import copied, summed
 from ppctl.tensors.wide_dtype import wide_dtype
@@ -144,14 +144,15 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
     return scales, F.ScalingType.RowWise
 
 
-def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
+def product_in_float32(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well; and `x`, for
+    whoever reads it next: to its gradient, which is a sum that nobody else holds, the product's backward adds its own.
 
     Saved for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
     they are summed: a GPU reads them as they are, and in the backward the gradient as the sum of two bfloat16 numbers
     (16 of its 24 bits; the results have 8). The CPU makes copies in float32, without which it has no such product.
     """
-    out: Tensor = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own
+    out: tuple[Tensor, Tensor] = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -162,27 +163,28 @@ def without_autocast(kind: str) -> AbstractContextManager[object]:
 
 class _ProductInFloat32(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         wide = wide_dtype(x.dtype)
         with without_autocast(x.device.type):
             if _read_as_they_are(x, weight):
-                return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=wide).view(*x.shape[:-1], -1)
-            return product(x.to(wide), weight.to(wide))
+                out = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=wide).view(*x.shape[:-1], -1)
+            else:
+                out = product(x.to(wide), weight.to(wide))
+        return out, x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        (gradient,) = gradients
+        (gradient, of_x), (x, weight) = gradients, ctx.saved_tensors
         with without_autocast(x.device.type):
             if _read_as_they_are(x, weight):
                 parts, wide = in_two(gradient.flatten(0, -2), x.dtype), gradient.dtype
                 of_parts = torch.mm(parts.t(), x.flatten(0, -2), out_dtype=wide)
-                of_weight = of_parts.unflatten(0, (2, -1)).sum(0)
-                return torch.mm(parts, torch.cat((weight, weight))).view_as(x), of_weight.to(weight.dtype)
-            of_x = product(gradient, weight.to(gradient.dtype).t())
+                of_weight = torch.add(*of_parts.chunk(2), out=torch.empty_like(weight))
+                return _add_of_input(of_x, parts, torch.cat((weight, weight))), of_weight
+            own = product(gradient, weight.to(gradient.dtype).t())
             of_weight = product(gradient.flatten(0, -2).t(), x.to(gradient.dtype).flatten(0, -2).t())
-        return of_x.to(x.dtype), of_weight.to(weight.dtype)
+        return own.to(x.dtype) + of_x, of_weight.to(weight.dtype)
 
 
 def _read_as_they_are(x: Tensor, weight: Tensor) -> bool:
@@ -191,8 +193,10 @@ def _read_as_they_are(x: Tensor, weight: Tensor) -> bool:
 
 def in_two(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """[n, 2 x m]: a matrix [n, m] rounded to a narrower dtype, and beside it what that lacks, rounded as well."""
-    high = matrix.to(dtype)
-    return torch.cat((high, (matrix - high).to(dtype)), dim=-1)
+    parts = matrix.new_empty(len(matrix), 2, matrix.shape[1], dtype=dtype)
+    high, low = parts.unbind(1)
+    torch.sub(matrix, high.copy_(matrix), out=low)
+    return parts.flatten(1)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -267,9 +271,26 @@ def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     return None
 
 
+def _add_of_input(total: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of x in x @ weight.t(), added to a total in its memory, and on a device rounded once with it."""
+    if total.device.type == "cpu" or total.dtype != torch.bfloat16:
+        return total.add_(F.linear(gradient, weight.t()))
+    rows = total.reshape(-1, total.shape[-1])
+    return torch.addmm(rows, gradient.flatten(0, -2), weight, out=rows).view_as(total)
+
+
 _PLAIN = ProductRule(
-    lambda x, weight, _: F.linear(x, weight), lambda gradient, _, weight: F.linear(gradient, weight.t()), _of_weight
+    lambda x, weight, _: F.linear(x, weight),
+    lambda gradient, _, weight: F.linear(gradient, weight.t()),
+    _of_weight,
+    add_of_input=_add_of_input,
 )
+
+
+def makes_sums(*projections: Linear | Projection) -> bool:
+    """Whether the products of these projections make the sums of gradients: of weights, and beside each other of x."""
+    plain = all(each.fp8 is None and each.bias is None and sum_of(each.weight) is not None for each in projections)
+    return plain and torch.is_grad_enabled()
 
 
 class Projection(NamedTuple):
@@ -303,6 +324,10 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
 
     What several products need of x is made once: its 8 bits, or all ranks' tokens.
     """
+    if split is None and len(projections) > 1 and makes_sums(*projections):
+        # Gradients of x are added up from the last projection to the first, as by autograd.
+        last_first = split_columns(ALONE, _PLAIN, lambda x: (x,), x, [each.weight for each in reversed(projections)])
+        return last_first[::-1]
     if split is None:
         fp8 = projections[0].fp8
         shared: Operand = x if fp8 is None else fp8.rounded(x)

@@ -112,51 +112,69 @@ def rotate(x: Tensor, turns: Tensor | None, *, first: int = 0, interleaved: bool
         return x
     if torch.compiler.is_compiling():
         return _step_by_step(x, turns, first, _pairs(interleaved))
-    turned: Tensor = _Rotate.apply(x, turns, first, interleaved)  # type: ignore[no-untyped-call]  # torch's own
+    turned: Tensor = _Rotate.apply(x, turns, first, interleaved, None)  # type: ignore[no-untyped-call]  # torch's own
     return turned
 
 
-class _Rotate(torch.autograd.Function):
-    """x cos + (-high, low) sin, each product and the sum rounded for itself, and its reverse for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, turns: Tensor, first: int, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(turns)
-        ctx.first, ctx.interleaved = first, interleaved
-        return _turned(x, turns, first, _pairs(interleaved), _pairs(False), torch.sub, torch.add)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (turns,) = ctx.saved_tensors
-        pairs = _pairs(ctx.interleaved)
-        return _turned(gradients[0], turns, ctx.first, _pairs(False), pairs, torch.add, torch.sub), None, None, None
-
-
-def _turned(
-    x: Tensor,
-    turns: Tensor,
-    first: int,
-    read: Pairs,
-    write: Pairs,
-    of_low: Callable[..., Tensor],
-    of_high: Callable[..., Tensor],
+def rotate_heads(
+    x: Tensor, heads: int, turns: Tensor, *, first: int = 0, interleaved: bool = False, own: bool = False
 ) -> Tensor:
-    """Turned heads in three passes over their turned dimensions: all products of a pair, then both sums in place.
+    """`rotate` of a projection's result x [b, s, heads x dim], by head [b, heads, s, dim].
 
-    `of_low` and `of_high` put together a cosine's and a sine's product: one adds and the other subtracts.
+    If x is the caller's `own`, which nobody else reads, the result takes its memory, and the gradient of x that of the
+    result's, which attention makes for it alone. Of a view autograd would copy both.
     """
-    b, heads, s, dim = x.shape
-    out = x.new_empty(b, s, heads, dim).transpose(1, 2)
-    stop = first + 2 * turns.shape[-1]
-    for begin, end in ((0, first), (stop, dim)):
-        if begin < end:
-            out[..., begin:end].copy_(x[..., begin:end])
+    if not own or x._is_view() or not x.is_contiguous() or torch.compiler.is_compiling():
+        return rotate(_by_head(x, heads), turns, first=first, interleaved=interleaved)
+    turned: Tensor = _Rotate.apply(x, turns, first, interleaved, heads)  # type: ignore[no-untyped-call]  # torch's own
+    return _by_head(turned, heads)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    by_head: Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return by_head
+
+
+class _Rotate(torch.autograd.Function):
+    """x cos + (-high, low) sin, each product and the sum rounded for itself, and its reverse for the gradient. Of x
+    [b, s, heads x dim] with so many `heads` in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Tensor, first: int, interleaved: bool, heads: int | None) -> Tensor:
+        ctx.save_for_backward(turns)
+        ctx.how = first, interleaved, heads
+        if heads is not None:
+            ctx.mark_dirty(x)
+        return _turned(x, turns, first, interleaved, heads, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        turned = _turned(gradients[0], *ctx.saved_tensors, *ctx.how, back=True)
+        return turned, None, None, None, None
+
+
+def _turned(x: Tensor, turns: Tensor, first: int, interleaved: bool, heads: int | None, *, back: bool) -> Tensor:
+    """Turned heads, or their gradient, in three passes over their turned dimensions: all products of a pair, then both
+    sums in place."""
+    stop, pairs, halves = first + 2 * turns.shape[-1], _pairs(interleaved), _pairs(False)
+    if heads is None:
+        b, count, s, dim = x.shape
+        result = out = x.new_empty(b, s, count, dim).transpose(1, 2)
+        for begin, end in ((0, first), (stop, dim)):
+            if begin < end:
+                out[..., begin:end].copy_(x[..., begin:end])
+    else:
+        result = x.contiguous()
+        x = out = _by_head(result, heads)
+    read, write, of_low, of_high = (
+        (halves, pairs, torch.add, torch.sub) if back else (pairs, halves, torch.sub, torch.add)
+    )
     products = read(x[..., first:stop]).unsqueeze(-3) * turns.unsqueeze(-2)  # [b, heads, s, cos sin, low high, half]
     (low_cos, high_cos), (low_sin, high_sin) = (each.unbind(-2) for each in products.unbind(-3))
     low, high = write(out[..., first:stop]).unbind(-2)
     of_low(low_cos, high_sin, out=low)
     of_high(high_cos, low_sin, out=high)
-    return out
+    return result
 
 
 def _step_by_step(x: Tensor, turns: Tensor, first: int, read: Pairs) -> Tensor:

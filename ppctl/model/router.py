@@ -29,6 +29,8 @@ class Routing(NamedTuple):
     """Tokens that each expert gets, int64 [E]."""
     auxiliary: Tensor | None
     """The auxiliary loss of this microbatch (scalar, coefficients applied); None if there is none."""
+    x: Tensor
+    """The tokens, for whoever reads them next: to their gradient the router adds its own."""
 
 
 class SumOverTokens(Protocol):
@@ -86,13 +88,13 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route the tokens of `x` [b, s, h]."""
-        logits = product_in_float32(x, self.weight)
+        logits, x = product_in_float32(x, self.weight)
         sigmoid = self.model.moe_router_score_function == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         experts = self._choose(scores.detach())
         weights = self._weigh(scores.gather(-1, experts), sigmoid)
         counts = count_by_number(experts.flatten(), self.num_experts)
-        routing = Routing(experts, weights, counts, self._auxiliary(logits, scores))
+        routing = Routing(experts, weights, counts, self._auxiliary(logits, scores), x)
         self._report(routing)
         return routing
 
@@ -151,9 +153,9 @@ def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     """`scores` [..., E] with -inf outside the `kept` best of equal groups, by their two best experts (DeepSeek-V3)."""
     grouped = scores.unflatten(-1, (groups, -1))
     strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-    outside = torch.ones_like(strength, dtype=torch.bool).scatter(-1, strength.topk(kept, dim=-1).indices, False)
-    kept_scores: Tensor = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
-    return kept_scores
+    others = strength.topk(groups - kept, dim=-1, largest=False).indices[..., None]
+    kept_scores: Tensor = grouped.scatter(-2, others.expand(*others.shape[:-1], grouped.shape[-1]), -torch.inf)
+    return kept_scores.flatten(-2)
 
 
 def balance_loss(scores: Tensor, topk: int, others: SumOverTokens | None = None) -> Tensor:
@@ -168,5 +170,6 @@ def balance_loss(scores: Tensor, topk: int, others: SumOverTokens | None = None)
     counts = torch.zeros_like(scores[:, 0]).scatter_(1, best, 1.0, reduce="add")
     if others is not None:
         counts, tokens = others.sum(counts), tokens * others.ranks
-    loss: Tensor = (scores.sum(1) * counts).sum(-1).mean() * (experts / (topk * tokens * tokens))
-    return loss
+    each = (scores.sum(1) * counts).sum(-1)
+    mean: Tensor = each.mean() if len(each) > 1 else each.view(())
+    return mean * (experts / (topk * tokens * tokens))

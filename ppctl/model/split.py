@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, deferring
+from ppctl.weight_gradients.wide_sums import AtOnce
 
 Pending = Callable[[], Tensor]
 """The result of an exchange that was started; to call it waits, on a GPU without the host."""
@@ -49,6 +50,18 @@ class TensorSplit(Protocol):
         """The maximum over the ranks, in the memory of x."""
 
 
+class _Alone:
+    """In place of a `TensorSplit`: one rank, which has all tokens and all columns."""
+
+    def start_gather(self, x: Tensor) -> Pending:
+        return lambda: x
+
+    start_sum = start_gather
+
+
+ALONE: Any = _Alone()
+
+
 def columns(
     split: TensorSplit, rule: ProductRule, prepare: Prepare, x: Tensor, weights: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
@@ -57,14 +70,16 @@ def columns(
     The backward gathers x again beside the products that need no x, and sums its gradient beside those that make the
     weights'. Gradients of weights that are deferred gather x once more, when they are made.
     """
+    later: DeferredGradients | AtOnce | None
     later, *others = [deferring(weight) for weight in weights]
     assert all(other is later for other in others)  # a stage's `whole` names all weights of one call, or none
-    if later is None:
-        whole: tuple[Tensor, ...] = exchange(_ColumnProducts, _ColumnsCall(split, rule, prepare, None, ()), x, *weights)
-        return whole
-    call = _ColumnsCall(split, rule, prepare, later, tuple(later.place(weight, cast=False) for weight in weights))
-    x = x if x.requires_grad else x.detach().requires_grad_()
-    outputs: tuple[Tensor, ...] = exchange(_ColumnProducts, call, x, *(weight.detach() for weight in weights))
+    if split is ALONE and later is None:
+        later = AtOnce()
+    places = () if later is None else tuple(later.place(weight, cast=False) for weight in weights)
+    if later is not None:
+        x, weights = x if x.requires_grad else x.detach().requires_grad_(), [weight.detach() for weight in weights]
+    call = _ColumnsCall(split, rule, prepare, later, places)
+    outputs: tuple[Tensor, ...] = exchange(_ColumnProducts, call, x, *weights)
     return outputs
 
 
@@ -93,7 +108,7 @@ class _ColumnsCall(NamedTuple):
     split: TensorSplit
     rule: ProductRule
     prepare: Prepare
-    deferred: DeferredGradients | None
+    deferred: DeferredGradients | AtOnce | None
     places: tuple[Tensor, ...]
     """The weights that are deferred, which are no part of the graph."""
 
@@ -113,7 +128,10 @@ class _ColumnProducts(torch.autograd.Function):
         coming = split.start_gather(x) if now else None
         of_x = rule.of_input(gradients[0], None, weights[0])
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            of_x.add_(rule.of_input(gradient, None, weight))
+            if rule.add_of_input is None:
+                of_x.add_(rule.of_input(gradient, None, weight))
+            else:
+                of_x = rule.add_of_input(of_x, gradient, weight)
         summing = split.start_sum(of_x)
         del of_x
         of_weights: list[Tensor | None] = [None] * len(weights)

@@ -56,8 +56,8 @@ class ExpertExchange:
         sent = counts.view(1 if self.group is None else self.group.size(), -1)
         received = sent if self.group is None else torch.empty_like(sent)  # [sender, expert here]
         under_way = None if self.group is None else start_exchange(received, sent, self.group)
-        copies = RowCopies.of(chosen, self.runs.size, self.runs.most)
-        going = [copied(rows, copies), reorder(weights.reshape(-1, 1), copies.order, copies.back)]
+        copies, order = RowCopies.of(chosen, self.runs.size, self.runs.most)
+        going = [copied(rows, copies), reorder(weights.reshape(-1, 1), order, copies.places)]
         if under_way is not None:
             under_way.wait()
         arriving = self._of_all(received[:, :, None])

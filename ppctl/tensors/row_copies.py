@@ -44,39 +44,42 @@ def set_places(mask: Tensor, count: int) -> Tensor:
 class RowCopies(NamedTuple):
     """All copies at hand, in order of their numbers; copies with one number in order of the rows."""
 
-    order: Tensor
-    """[n] the place of each copy, if all copies of one row stood together."""
-    back: Tensor
-    """The inverse permutation."""
-    starts: Tensor | None
-    """Where the sum of each run of each row starts; None if sums of runs are the whole sums, or single copies."""
+    rows: Tensor
+    """[n] the row of each copy."""
+    places: Tensor
+    """[n] the place of each copy, where all copies of one row stand together."""
+    runs: Tensor | None
+    """Where the sum of each run of each row starts among these; None if sums of runs are the whole sums, or single
+    copies."""
     times: int
     """Copies of each row."""
 
     @classmethod
-    def of(cls, numbers: Tensor, run: int, most: int) -> RowCopies:
-        """From `numbers` [t, K], each row ascending: runs have `run` numbers, and a row's copies are in `most` runs."""
+    def of(cls, numbers: Tensor, run: int, most: int) -> tuple[RowCopies, Tensor]:
+        """From `numbers` [t, K], each row ascending: runs have `run` numbers, and a row's copies are in `most` runs.
+        Second is the inverse of `places`."""
         rows, times = numbers.shape
+        every = torch.arange(rows * times + 1, device=numbers.device)
         order = numbers.flatten().argsort(stable=True)
-        starts = None
+        runs = None
         if run > 1 and most > 1:
-            runs = numbers // run
-            which = F.pad((runs.diff(dim=1) != 0).cumsum(1), (1, 0))  # of a row's runs
-            which += most * torch.arange(rows, device=numbers.device)[:, None]
-            starts = torch.searchsorted(which.flatten(), torch.arange(rows * most, device=numbers.device))
-        return cls(order, inverse_of(order), starts, times)
+            of, here = numbers // run, every[:-1].view(rows, times)
+            # A row in fewer runs has empty ones last, which start at its end.
+            others = torch.where(of[:, 1:] != of[:, :-1], here[:, 1:], every[times::times, None]).sort(1).values
+            runs = torch.cat((here[:, :1], others[:, : most - 1]), 1).flatten()
+        return cls(order // times, torch.empty_like(order).scatter_(0, order, every[:-1]), runs, times), order
 
     def down(self, rows: Tensor) -> Tensor:
         """The copies of rows, by number."""
-        return rows.index_select(0, self.order // self.times)
+        return rows.index_select(0, self.rows)
 
     def up(self, copies: Tensor) -> Tensor:
         """The sums of copies that are in order of their numbers."""
-        places = self.back
-        if self.starts is not None:
-            copies = sums(copies, places, self.starts)
+        places = self.places
+        if self.runs is not None:
+            copies = sums(copies, places, self.runs)
             places = torch.arange(len(copies), device=copies.device)
-        rows = len(self.back) // self.times
+        rows = len(self.places) // self.times
         starts = torch.arange(0, len(places), len(places) // max(1, rows), device=copies.device)
         return sums(copies, places, starts)
 

@@ -262,6 +262,8 @@ class ProductRule(NamedTuple):
     if it is added to a sum elsewhere."""
     keeps_input: bool = True
     """Whether the gradients depend on x; else they get None for it, and `others` alone are kept."""
+    add_of_input: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """(total, gradient, factor) -> total, to which the gradient of x was added in its memory."""
 
 
 class _ProductCall(NamedTuple):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, multiply
+from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, deferring, multiply
 from ppctl.weight_gradients.wide_sums import AtOnce, add_gradient, sum_of
 
 
@@ -35,6 +37,42 @@ def product(
 def grouped_mm(gradients: DeferredGradients, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`F.grouped_mm`: rows [n, in], of which group g's end before `ends[g]`, weight [groups, in, out]: [n, out]."""
     return multiply(gradients, _GROUPED, weight, rows, ends)
+
+
+def spaced(x: Tensor, weight: Tensor, between: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """x [b, s, in] times the transpose of a weight whose outputs are groups of two widths: the first of each, with
+    `between` [b, 1, s, gap] behind it, [b, groups, s, first + gap], and the second, [b, groups, s, second].
+
+    Both look into one memory, into which the product writes. Beside a sum of the weight's gradients (`wide_sums`).
+    """
+    both: tuple[Tensor, Tensor] = _Spaced.apply(x, between, deferring(weight) or AtOnce(), [weight], widths)  # type: ignore[no-untyped-call]  # torch's own
+    return both
+
+
+class _Spaced(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, between: Tensor, later: DeferredGradients | AtOnce, weight: list[Tensor], widths: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        (ctx.weight,), ctx.later, (ctx.first, second) = weight, later, widths
+        rows, gap = ctx.weight.detach().unflatten(0, (-1, ctx.first + second)), between.shape[-1]
+        first, rest = rows.split(widths, 1)
+        apart = torch.cat((first, rows.new_empty(len(rows), gap, rows.shape[2]), rest), 1)
+        out = F.linear(x, apart.flatten(0, 1)).unflatten(-1, apart.shape[:2]).transpose(1, 2)
+        keys, values = out.split((ctx.first + gap, second), -1)
+        keys[..., ctx.first :].copy_(between)
+        return keys, values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (of_keys, of_values), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
+        parts = of_keys[..., : ctx.first].transpose(1, 2), of_values.transpose(1, 2)
+        of_outputs, total = torch.cat(parts, -1).flatten(2), sum_of(weight)
+        assert total is not None
+        of_x = _of_input(of_outputs, x, weight)
+        ctx.later.put(weight, weight, partial(add_gradient, total, of_outputs, x, weight))
+        return of_x, of_keys[..., ctx.first :].sum(1, keepdim=True), None, None, None
 
 
 def embedding(

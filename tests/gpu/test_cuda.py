@@ -375,7 +375,7 @@ def test_rows_are_copied_and_summed_over_bags_as_on_the_cpu(dtype: torch.dtype):
     chosen = torch.stack([torch.randperm(experts, generator=draw)[:times].sort().values for _ in range(tokens)])
 
     def there_and_back(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        copies = RowCopies.of(numbers, experts // 8, times)
+        copies, _ = RowCopies.of(numbers, experts // 8, times)
         return summed(copied(rows, copies), copies)
 
     rows = torch.randn(tokens, width, generator=draw).to(dtype)
@@ -384,7 +384,12 @@ def test_rows_are_copied_and_summed_over_bags_as_on_the_cpu(dtype: torch.dtype):
 
 def test_the_routers_product_of_16_bit_numbers_is_that_of_float32():
     x, weight = torch.randn(64, 512).bfloat16(), torch.randn(32, 512).bfloat16()
-    close_to_the_cpus(lambda x, weight: product_in_float32(x, weight).square(), x, weight, share=2.0**-7)
+
+    def both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scores, same = product_in_float32(x, weight)
+        return torch.cat((scores.square(), same.float()), 1)
+
+    close_to_the_cpus(both, x, weight, share=2.0**-7)
 
 
 def test_several_ranks_share_a_device_through_pinned_host_memory(capfd: pytest.CaptureFixture[str]) -> None:

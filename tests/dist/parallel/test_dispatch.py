@@ -64,7 +64,7 @@ class _ByRank(torch.nn.Module):
     def forward(self, x):
         parts = [self.router(part) for part in x.chunk(WORLD)]
         experts, weights = (torch.cat([getattr(part, name) for part in parts]) for name in ("experts", "weights"))
-        return Routing(experts, weights, sum(part.counts for part in parts), None)
+        return Routing(experts, weights, sum(part.counts for part in parts), None, x)
 
 
 @cache

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cuts import tiny
 from live_memory import kept_by
+from torch.utils._pytree import tree_leaves
 
 from ppctl.model.attention import LatentAttention
 from ppctl.model.linear import in_two, product_in_float32
@@ -13,7 +14,7 @@ from ppctl.model.linear import in_two, product_in_float32
 def test_a_product_in_float32_keeps_its_inputs_as_they_are(dtype):
     x = torch.randn(2, 7, 16).to(dtype).requires_grad_()
     weight = torch.randn(6, 16).to(dtype).requires_grad_()
-    kept, out = kept_by(lambda: product_in_float32(x, weight))
+    kept, out = kept_by(lambda: product_in_float32(x, weight)[0])
     assert kept == x.nbytes + weight.nbytes
 
     gradient = torch.randn(2, 7, 6)
@@ -30,13 +31,14 @@ def test_on_a_device_a_product_in_float32_keeps_and_reads_them_as_they_are():
 
     class Results(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(func(*args, **(kwargs or {})))
-            return made[-1]
+            result = func(*args, **(kwargs or {}))
+            made.extend(tree_leaves(result))
+            return result
 
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.dtype) or tensor, lambda same: same
     ):
-        out = product_in_float32(x.view(2, 7, 16), weight)
+        out, _ = product_in_float32(x.view(2, 7, 16), weight)
     with Results():
         gradients = torch.autograd.grad(out, [x, weight], torch.empty_like(out))
     assert (out.shape, out.dtype, kept) == ((2, 7, 6), torch.float32, [torch.bfloat16] * 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuts import tiny
 
-from ppctl.model.rotary import Rotary, rotate
+from ppctl.model.rotary import Rotary, rotate, rotate_heads
 
 HALF, ROWS, HEADS, LENGTH = 4, 2, 3, 11
 SHAPES = {
@@ -51,13 +51,23 @@ def test_heads_and_gradients_have_the_bits_of_the_formula(shape, dtype, own):
     outputs, gradients = [], []
     for turn in (
         partial(rotate, first=first, interleaved=interleaved),
+        partial(in_place, first=first, interleaved=interleaved),
         partial(stepwise, first=first, interleaved=interleaved),
     ):
         leaf = x.clone().requires_grad_()
         outputs.append(turn(leaf, turns))
-        gradients += torch.autograd.grad(outputs[-1], [leaf], gradient)
-    assert torch.equal(*outputs)
-    assert torch.equal(*gradients)
+        gradients += torch.autograd.grad(outputs[-1], [leaf], gradient.clone())
+    for each in (outputs, gradients):
+        assert torch.equal(each[0], each[2])
+        assert torch.equal(each[1], each[2])
+
+
+def in_place(x, turns, **how):
+    """Heads turned in the memory of a projection's result."""
+    projected = x.transpose(1, 2).flatten(2) * 1
+    out = rotate_heads(projected, HEADS, turns, own=True, **how)
+    assert out.data_ptr() == projected.data_ptr()
+    return out
 
 
 def test_a_tokens_heads_lie_side_by_side_also_in_the_gradient():
@@ -81,6 +91,18 @@ class Kernels(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen += not (func.is_view or "empty" in str(func) or "detach" in str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_in_place_only_what_is_turned_is_written_and_no_gradient_of_its_own():
+    turns, x = tables(torch.float32, own=False), torch.randn(ROWS, LENGTH, HEADS * (2 * HALF + 6), requires_grad=True)
+    projected = x.clone()
+    with Kernels() as forward:
+        out = rotate_heads(projected, HEADS, turns, first=6, own=True)
+    gradient = torch.ones_like(out.transpose(1, 2)).transpose(1, 2)
+    with Kernels() as backward:
+        (of_projected,) = torch.autograd.grad(out, [x], gradient)
+    assert (forward.seen, backward.seen) == (3, 3)
+    assert of_projected.data_ptr() == gradient.data_ptr()
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [("whole heads", 3), ("last dimensions", 4), ("in the middle", 5)])

@@ -175,13 +175,12 @@ def test_a_wait_is_named_by_the_line_of_ppctl_that_asked(ledger):
         def __floordiv__(self, other):
             return self.as_subclass(torch.Tensor).div(other).long().clamp(max=int(self.as_subclass(torch.Tensor)[0]))
 
-    order = on_device(4, dtype=torch.int64)
-    copies = row_copies.RowCopies(order.as_subclass(Asks), order, None, 2)
+    numbers = on_device(4, 2, dtype=torch.int64).as_subclass(Asks)
     ledger.during = FORWARD
     for _ in range(3):
-        copies.down(on_device(2, 8))
-    lines, first = inspect.getsourcelines(row_copies.RowCopies.down)
-    (place,) = [first + n for n, line in enumerate(lines) if "order // self.times" in line]
+        row_copies.RowCopies.of(numbers, 1, 1)
+    lines, first = inspect.getsourcelines(row_copies.RowCopies.of)
+    (place,) = [first + n for n, line in enumerate(lines) if "order // times" in line]
     assert ledger.host_waits == (HostWait("ppctl/tensors/row_copies.py", place, FORWARD, 3),)
 
 

@@ -49,7 +49,7 @@ CASES = [(times, run) for times in (1, 3, 6) for run in (1, 4, NUMBERS)]
 @pytest.mark.parametrize(("times", "run"), CASES)
 def test_sums_are_made_run_by_run_in_order_of_the_numbers(times, run, dtype):
     chosen = numbers(times)
-    copies = RowCopies.of(chosen, run, min(times, NUMBERS // run))
+    copies, _ = RowCopies.of(chosen, run, min(times, NUMBERS // run))
     values = rows(ROWS * times, WIDTH, dtype=dtype)
     assert torch.equal(copies.up(values), by_hand(values, chosen, run))
 
@@ -57,9 +57,9 @@ def test_sums_are_made_run_by_run_in_order_of_the_numbers(times, run, dtype):
 @pytest.mark.parametrize(("times", "run"), CASES)
 def test_each_is_the_gradient_of_the_other(times, run):
     chosen = numbers(times)
-    copies = RowCopies.of(chosen, run, min(times, NUMBERS // run))
+    copies, order = RowCopies.of(chosen, run, min(times, NUMBERS // run))
     x, many = rows(ROWS, WIDTH).requires_grad_(), rows(ROWS * times, WIDTH, seed=2).requires_grad_()
-    assert torch.equal(copied(x, copies), x.repeat_interleave(times, 0)[copies.order])
+    assert torch.equal(copied(x, copies), x.repeat_interleave(times, 0)[order])
     (of_x,) = torch.autograd.grad(copied(x, copies), x, many)
     assert torch.equal(of_x, copies.up(many))
     (of_many,) = torch.autograd.grad(summed(many, copies), many, x)
@@ -67,7 +67,7 @@ def test_each_is_the_gradient_of_the_other(times, run):
 
 
 def test_orders_are_kept_and_no_rows():
-    copies = RowCopies.of(numbers(3), 4, 3)
+    copies, _ = RowCopies.of(numbers(3), 4, 3)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         summed(copied(rows(ROWS, WIDTH).requires_grad_(), copies), copies)
@@ -76,7 +76,7 @@ def test_orders_are_kept_and_no_rows():
 
 
 def test_a_sum_makes_no_copy_of_the_rows():
-    copies, many = RowCopies.of(numbers(6), 1, 6), rows(ROWS * 6, WIDTH)
+    (copies, _), many = RowCopies.of(numbers(6), 1, 6), rows(ROWS * 6, WIDTH)
     with LiveBytes() as live:
         copies.up(many)
     assert live.peak <= 0.5 * many.nbytes
