@@ -14,7 +14,6 @@ from ppctl.config.draft import (
     DEFAULT,
     GLOBAL_BATCH,
     CountSamples,
-    CountTokens,
     Draft,
     ReadModel,
     command_line,
@@ -23,13 +22,13 @@ from ppctl.config.draft import (
     put_back,
     scale_down,
     split_choices,
-    vocabulary,
     with_remedy,
 )
 from ppctl.config.mapping import convert
 from ppctl.config.model_rules import without_effect
 from ppctl.config.schema import RunConfig
 from ppctl.config.unknown_words import not_an_override
+from ppctl.config.vocabulary import CountTokens, vocabulary
 from ppctl.errors import ConfigError, Problem
 
 

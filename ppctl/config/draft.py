@@ -32,19 +32,11 @@ RAMPUP, GLOBAL_BATCH = "train.batch_rampup", "train.global_batch_size"
 
 DEFAULT = "default"
 
-_TOKENIZER = "data.tokenizer"
-_VOCABULARY, _DIVISOR, _TP = (
-    "model.vocab_size",
-    "model.make_vocab_size_divisible_by",
-    "parallel.tensor_model_parallel_size",
-)
+TOKENIZER = "data.tokenizer"
 
 ReadModel = Callable[[str, str, Mapping[str, str], Mapping[str, Any]], Mapping[str, Any]]
 """From model.from, model.implementation, model.hf_overrides and model.lora to values by key: of the model, and
 data.tokenizer. Raises PpctlError."""
-
-CountTokens = Callable[[str], int]
-"""From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
 
 CountSamples = Callable[[RunConfig], int]
 """The samples of an epoch. Raises PpctlError."""
@@ -307,16 +299,16 @@ def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bo
         fitting = {name: values.get(name, text_keys()[name].default) for name in now if name in text_keys()}
         draft.problems += without_effect(now, fitting, PLACE, READ)
         put_back(draft, fitting, READ)
-    is_set = draft.source(_TOKENIZER) != DEFAULT
+    is_set = draft.source(TOKENIZER) != DEFAULT
     for name, value in values.items():
-        if name not in draft.typed and not (name == _TOKENIZER and is_set):
+        if name not in draft.typed and not (name == TOKENIZER and is_set):
             draft.put(name, value, f"model.from={directory}")
-    if for_training and not is_set and _TOKENIZER not in values:
+    if for_training and not is_set and TOKENIZER not in values:
         message = (
-            f"{directory} has no tokenizer, and {_TOKENIZER} names none (a directory, or byte where bytes are meant): "
+            f"{directory} has no tokenizer, and {TOKENIZER} names none (a directory, or byte where bytes are meant): "
             "bytes would be read as tokens of its vocabulary"
         )
-        draft.problems.append(Problem("PP-E417", message, f"{_TOKENIZER}=byte", f"model.from = {directory}"))
+        draft.problems.append(Problem("PP-E417", message, f"{TOKENIZER}=byte", f"model.from = {directory}"))
 
 
 def _asked(draft: Draft, name: str) -> Any:
@@ -363,41 +355,3 @@ def _miniature(draft: Draft, scale: str) -> dict[str, Any]:
         if key.startswith(("model.", "log.")) and key in draft.covered:
             full.values[key] = draft.covered[key]
     return small(full.config(), draft.typed)
-
-
-def vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:
-    """Set a vocabulary that nothing sets by the tokenizer, and round it as Megatron does."""
-    source, rows, tokenizer = draft.source(_VOCABULARY), draft.values[_VOCABULARY], draft.values[_TOKENIZER]
-    if source.startswith("model.from"):
-        return  # its weights have these rows
-    reason = ""
-    if source == DEFAULT or source.startswith("scale="):
-        if draft.source(_TOKENIZER) != DEFAULT and isinstance(tokenizer, str):
-            try:
-                rows = count_tokens(tokenizer)
-                reason = f"{_TOKENIZER}={tokenizer} has {rows:,} tokens"
-            except PpctlError as error:
-                if for_training:
-                    draft.problems += error.problems
-                else:
-                    reasons = "; ".join(problem.message for problem in error.problems)
-                    draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
-        elif source == DEFAULT and not draft.values["model.from"] and draft.source("data.path") != DEFAULT:
-            without = f"data.path is set, and neither {_TOKENIZER} nor {_VOCABULARY}"
-            draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
-    multiple = _multiple(draft)
-    if multiple > 1 and isinstance(rows, int) and rows % multiple:
-        before = reason or f"{rows:,} ({source})"
-        divisor = f"make_vocab_size_divisible_by {draft.values[_DIVISOR]} x tp {draft.values[_TP]}"
-        rows, reason = -(-rows // multiple) * multiple, f"{before}, rounded up to a multiple of {divisor}"
-    if reason:
-        draft.put(_VOCABULARY, rows, f"derived: {reason}")
-
-
-def _multiple(draft: Draft) -> int:
-    """The number that the vocabulary becomes a multiple of; 1 if a factor is wrong, which `check` reports."""
-    divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
-    sound = all(
-        type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))
-    )
-    return divisor * tp if sound and divisor > 1 else 1

@@ -312,8 +312,7 @@ def most(
             if op in WEIGHT_GRADIENTS:
                 beside = held + pool - waiting
                 rank.grow(stage)
-                now = rank.held + beside
-                total = now if now > total else total
+                total = max(total, rank.held + beside)
                 left[stage] -= call == calls - 1
                 if not left[stage]:
                     rank.reduce(stage, beside)
