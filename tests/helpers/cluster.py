@@ -47,7 +47,7 @@ class Cluster:
     def command(self, *words: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
         """Run one command in the cluster's environment; `more` reaches the ranks of what it submits."""
         variables = environment(SLURM_CONF=str(self.conf), **more)
-        variables["PYTHONPATH"] = str(SLURM / "faults")
+        variables["PYTHONPATH"] = f"{SLURM / 'faults'}{os.pathsep}{variables['PYTHONPATH']}"
         variables.pop("COLUMNS", None)  # a job's log is no terminal
         return subprocess.run(words, cwd=self.cwd, env=variables, capture_output=True, text=True, timeout=timeout)
 
@@ -139,15 +139,15 @@ class Submitted:
         return int(self.cluster.job(self.job, "Restarts"))
 
     def processes(self) -> dict[int, int]:
-        """The process number of every rank that lives, by rank."""
+        """The process number of every rank that lives, by rank: whose stderr is a rank's log has become that rank."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (process / "environ").read_text(errors="replace").split("\0")
                 mine = f"SLURM_JOB_ID={self.job}" in words and f"SLURM_CONF={self.cluster.conf}" in words
-                if mine and "ppctl.rank.worker" in (process / "cmdline").read_text():
-                    rank = next(word for word in words if word.startswith("RANK="))
-                    found[int(rank.removeprefix("RANK="))] = int(process.name)
+                log = re.search(r"/rank-(\d+)\.log", os.readlink(process / "fd" / "2"))
+                if mine and log and "ppctl.rank.worker" in (process / "cmdline").read_text():
+                    found[int(log[1])] = int(process.name)
         return found
 
 
