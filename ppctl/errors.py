@@ -32,7 +32,7 @@ def some(things: Iterable[object], most: int = 6, joint: str = ", ") -> str:
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What ends a line, moves a terminal's cursor, turns the order of letters, or is half of a surrogate pair."""
+"""Characters that end a line, move a terminal's cursor or turn the order of letters, and halves of surrogate pairs."""
 
 
 _LONGEST = 2**13

@@ -22,7 +22,7 @@ ORDER = "tp-cp-ep-dp-pp"
 """Megatron's default: tensor-parallel ranks are neighbours, pipelines are as far apart as they can be."""
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
-"""What the ranks of a data-parallel group send each other at once, unless one tensor is larger: bounds the copies."""
+"""Elements that a data-parallel group sends at once, unless one tensor has more: this bounds the copies."""
 
 
 def axes_of(order: str) -> tuple[str, ...]:

@@ -277,7 +277,9 @@ def with_remedy(problem: Problem, draft: Draft) -> Problem:
     if problem.remedy or key not in text_keys():
         return problem
     before = draft.covered.get(key, text_keys()[key].default)
-    return replace(problem, remedy=f"ppctl explain {key}" if key == "published" else as_typed(key, before))
+    # Their defaults are no values to type.
+    explained = key in ("published", "pipeline.pp_batch_size")
+    return replace(problem, remedy=f"ppctl explain {key}" if explained else as_typed(key, before))
 
 
 def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:

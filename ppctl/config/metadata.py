@@ -180,7 +180,7 @@ MEMORY = Form("an amount of memory, as 80GiB", memory_bytes, "80GiB")
 ACTIVATIONS = Form("an amount of memory, as 60GiB, or a number above 0 of what 1F1B keeps", activations)
 RESERVE = Form("auto or an amount of memory, as 2GiB", lambda text: text == "auto" or memory_bytes(text))
 ON_BAD_STEP = Form("stop, skip or rollback:N, as rollback:100", rollback_of)
-STEPS = Form("a range of 1 to 100 steps, as 10:12 for steps 10 and 11", steps_of, "10:12")
+STEPS = Form("a range of 1 to 100 steps, as 3:5 for steps 3 and 4", steps_of, "3:5")
 RANK_ORDER = Form("tp, cp, ep, dp and pp, once each, with dashes between them", axes_of)
 
 

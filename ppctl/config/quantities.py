@@ -75,7 +75,7 @@ def steps_of(text: str) -> range:
     match = _STEPS.fullmatch(text)
     steps = range(0) if match is None else range(int(match[1]), int(match[2]))
     if not 0 < len(steps) <= MOST_STEPS:
-        raise ValueError(f"{text!r} is not a range of 1 to {MOST_STEPS} steps, as 10:12 for steps 10 and 11")
+        raise ValueError(f"{text!r} is not a range of 1 to {MOST_STEPS} steps, as 3:5 for steps 3 and 4")
     return steps
 
 

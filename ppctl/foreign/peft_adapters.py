@@ -55,7 +55,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
 
 
 class AdapterDropout(Dropout):
-    """What an adapter sees of its input [b, s, width]; the layer around it says by which `draws` (`_OwnLayer`)."""
+    """Dropout of an adapter's input [b, s, width], by the `draws` that the layer around it sets (`_OwnLayer`)."""
 
     draws: Draws | None = None
 

@@ -17,9 +17,10 @@ filters or rates of decay; bias: added to a product or a norm; correction: what 
 without a gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
-"""What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
-its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to be summed over tp
-always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own heads."""
+"""The gradient that a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds.
+tokens: that of its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to
+be summed over tp always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own
+heads."""
 
 Start = Literal["ones", "zeros", "normal", "residual", "adapter"]
 """normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two

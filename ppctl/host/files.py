@@ -22,7 +22,7 @@ MOST_READ = 2**24
 MOST_READ_OF_A_MODEL = 2**28
 """Bytes of a tokenizer, or of the index of a model's files, that is read whole: 256 MiB."""
 ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
-"""What `read_whole` raises for what is there and no file of ours, in place of faults of the disk."""
+"""Errors of `read_whole` for something that is there and no file of ours, not for faults of the disk."""
 
 
 def is_file(path: Path | str) -> bool:

@@ -204,7 +204,7 @@ def _judge(values: ConfigValues) -> Judge:
 
 
 def judged(values: ConfigValues) -> Violations:
-    """What is wrong with values and sizes or, if these are sound, with the memory that they need."""
+    """The problems of values and sizes or, if these are sound, of the memory that they need."""
     # A search takes seconds, and if the even split fits, it finds a layout that fits.
     violations: Violations = []
     derivation = derive(values, violations, search=False)

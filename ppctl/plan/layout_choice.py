@@ -21,7 +21,7 @@ AUTO = "auto"
 """The layout that is found by search."""
 
 MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED, MOST_HOMES_SEARCHED = 256, 64, 2**17
-"""What `auto` searches in seconds. The last: layers x stages x pp_ranks, on each of which the MTP layers may be."""
+"""The most that `auto` searches in seconds. The last: layers x stages x pp_ranks where MTP layers may be."""
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
 RECOMPUTED = "train.recompute_stages"

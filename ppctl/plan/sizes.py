@@ -346,7 +346,8 @@ def _ragged_batch(values: ConfigValues, key: str, dp: int) -> Violation:
     ways = [{"gbs": size} for size in nearest_multiples(dp * (call or mbs), gbs)]
     if gbs % dp == 0:
         sizes = nearest_divisors(gbs // dp, call or mbs)
-        ways += [{key: size} for size in sizes] if call is None else [{CALL: size} for size in sizes]
+        # The nearest may leave fewer microbatches than the schedule needs.
+        ways += [{key: size} for size in (*sizes, 1)] if call is None else [{CALL: size} for size in sizes]
     return Violation("PP-E211", "gbs", message, place, *ways)
 
 

@@ -33,15 +33,15 @@ F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD = Op  # noqa: E741
 COMPUTE = frozenset({F, B, I, W})
 BACKWARDS = frozenset({B, I, W})
 INPUT_GRADIENTS = frozenset({B, I})
-"""What makes the gradient of a stage's input, from the gradient of its output."""
+"""Operations that make the gradient of a stage's input, from the gradient of its output."""
 WEIGHT_GRADIENTS = frozenset({B, W})
-"""What adds a microbatch's part to the gradients of a stage's weights."""
+"""Operations that add a microbatch's part to the gradients of a stage's weights."""
 LIFE_ENDS = WEIGHT_GRADIENTS
-"""What ends the life of a microbatch on a stage: of its forward nothing is needed any more."""
+"""Operations that end the life of a microbatch on a stage: nothing of its forward is needed any more."""
 PASSED_ON = INPUT_GRADIENTS | {F}
-"""What works on the result of a neighbouring stage, and makes the result that the next one works on."""
+"""Operations that work on a neighbouring stage's result, and make the result that the next stage works on."""
 FORWARDS = frozenset({F, SEND_F, RECV_F})
-"""A forward, and what brings its input and takes its result on."""
+"""A forward, the message that brings its input, and the one that takes its result on."""
 SENDS = frozenset({SEND_F, SEND_B})
 RECEIVES = frozenset({RECV_F, RECV_B})
 MESSAGES = SENDS | RECEIVES

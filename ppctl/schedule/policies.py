@@ -112,7 +112,7 @@ class Policy:
     settles: bool = False
     """Whether it is known to hold, after a few rounds of the pipeline, what it holds for any number of microbatches."""
     other_names: tuple[str, ...] = ()
-    """What other systems call it, as far as that differs in more than upper and lower case: torch's classes without
+    """Its names in other systems, as far as these differ in more than upper and lower case: torch's classes without
     their prefix `Schedule`, and NeMo Automodel's documentation."""
     for_more_chunks: str = ""
     """The policy to take if a rank has more chunks."""
@@ -197,7 +197,7 @@ SPELLINGS = {
     if policy.trains
     for spelling in (policy.name, *policy.other_names)
 } | {AUTO: AUTO}
-"""What a run's `pipeline.pp_schedule` may be, as `schedule_policy` reads it -> the policy, or AUTO."""
+"""Values of a run's `pipeline.pp_schedule`, as `schedule_policy` reads them -> the policy, or AUTO."""
 
 
 def schedule_policy(name: str | None) -> str | None:

@@ -63,7 +63,7 @@ class StagePrices:
         return self._costs[like]
 
     def activations(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> StageActivations:
-        """What a stage keeps of a microbatch, and what lives beside it."""
+        """The activations that a stage keeps of a microbatch, and the memory that lives beside them."""
         if like not in self._alive:
             model = self.config.model
             self._alive[like] = stage_activations(model, layers, self.setting, stage, self._bytes_of_kind)

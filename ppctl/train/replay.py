@@ -43,7 +43,7 @@ class ReplayCheck(Callback):
         self._seeds: dict[int, Tensor] = {}
         """Gradients of the outputs, by place."""
         self.unequal: list[tuple[str, Tensor]] = []
-        """Of each result of the step: what it is, and whether it differs (on the device)."""
+        """For each result of the step: its name, and whether it differs (on the device)."""
 
     def coverage(self) -> str:
         """How much of the run's work on this rank is compared; empty if nothing is."""

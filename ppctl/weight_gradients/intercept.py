@@ -187,4 +187,4 @@ _LOOKS = frozenset(
 _COPIES_PERHAPS = frozenset(
     getattr(Tensor, name) for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten")
 )
-"""What gives a view or the tensor itself if nothing is to be done, and a copy elsewhere."""
+"""Methods that return a view or the tensor itself if nothing is to be done, and else a copy."""

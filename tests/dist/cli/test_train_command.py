@@ -353,7 +353,7 @@ def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
 
 
 def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_else(text, tmp_path):
-    watch, steps = tmp_path / "writes", 24
+    watch, steps = tmp_path / "writes", 19  # a rank that a busy machine slows is named from step 20 on
     sizes = ("pp=2", "vpp=1", "dp=2", f"steps={steps}", "optim.eps=1e-4")  # test_bitwise_law says why this eps
     sizes += ("parallel.data_parallel_sharding=optimizer_gradients", f"log.trace={steps}:{steps + 1}")
     watched = {"PPCTL_WATCH": str(watch), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -193,7 +193,7 @@ def test_the_schedule_that_is_meant_is_named(typed, named):
 @pytest.mark.parametrize(
     ("typed", "remedy"),
     [
-        ("log.trace=5:3", "log.trace=10:12"),
+        ("log.trace=5:3", "log.trace=3:5"),
         ("train.exit_after=soon", "train.exit_after=11h50m"),
         ("launch.device_memory=80 apples", "launch.device_memory=80GiB"),
     ],
