@@ -120,7 +120,7 @@ class NodeAgent(SimpleElasticAgent):
             if not run.has_error(failure.rank):
                 run.write_error(failure)
         final = any(code in _FINAL for code in codes.values())
-        if final or self.asked:
+        if final or (self.asked and not self.in_slurm):  # there the next life saves and leaves
             raise RendezvousClosedError(*["failed"] * final)
         return RunResult(State.FAILED)
 

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -117,6 +117,10 @@ class Submitted:
         """Step, loss and gradient norm of every step."""
         return [(row["step"], row["loss"], row["grad_norm"]) for row in self.metrics()]
 
+    def starts(self) -> list[dict[str, object]]:
+        """What env.json says of its lives."""
+        return self.told("env.json").get("starts", [])
+
     def log(self) -> str:
         """The job's log."""
         file = self.run / "logs" / "job.log"
@@ -133,6 +137,18 @@ class Submitted:
     def status(self) -> dict[str, object]:
         """What `ppctl status --json` says."""
         return json.loads(self.cluster.ppctl("status", str(self.run), "--json").stdout)
+
+    @contextmanager
+    def without(self, node: str) -> Iterator[float]:
+        """Inside the body a node stands still, as if it were gone; the body gets the time at which it stopped."""
+        stopped, began = self.cluster.lose(node, self.job), time.time()
+        assert len(stopped) >= 3
+        try:
+            yield began
+        finally:
+            for number in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGCONT)
 
     def restarts(self) -> int:
         """How often SLURM has started the job again."""
