@@ -45,7 +45,8 @@ from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
 
-_JOB, _ANSWER = "ppctl/job", timedelta(minutes=1)  # after which the host of the store counts as lost
+_JOB, _ANSWER = "ppctl/job", timedelta(seconds=20)
+"""How long the store may take for an answer: torch asks twice, in two threads, before its host counts as lost."""
 _SCRIPT = 30
 """Seconds that the script of SLURM's job has to see a mark and to requeue."""
 
@@ -83,7 +84,7 @@ def main() -> int:
         if not agent.in_slurm or fence.older(agent.life) is None:
             outcome.write(agent.run_dir, ())
         agent.rendezvous.farewell()
-    return outcome.exit_code
+    return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
 
 
 def _of_host(host: str, port: str, typed: str, *served: str) -> tuple[str, ...]:
@@ -120,7 +121,6 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
     try:
         plain = TCPStore(host, port, None, False, JOIN, False)
         entered = _read(Path(run), plain) if run else receive_run(plain)
-        plain.set_timeout(_ANSWER)
     except RuntimeError as error:
         message = f"{host_name()} did not reach the first host's agent at {host} port {port}"
         remedy = pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
@@ -128,6 +128,7 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
     assert not isinstance(entered, int)  # no agent refuses a run there
     shared, store = entered
     told = store.get(_JOB)
+    plain.set_timeout(_ANSWER)
     if not run:  # else its job has looked
         check_node(shared.run, told[1], "the same version of ppctl on all hosts")
     if typed not in ("", told[2]):
