@@ -18,11 +18,12 @@ def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int) -
     """Prepare the run directory for life `number` of this job on `nodes`, while no rank lives, and record it. Returns
     why it is needed, empty for the first; None if more than `most` lives in a row have done no step that was new."""
     environment, name = run.environment(), f"{job}.{number}"
-    before = environment.get("starts", [])  # of this job: who starts one writes env.json anew
+    before = environment.get("starts", [])
     done = [life["step"] for life in before] + [each["step"] for each in run.metrics_file(last=1).read()]
     told = why(run, before[-1]["nodes"], nodes) if before else ""
+    told = told or ("an agent met the others anew" if number > 1 else "its job began once more") * bool(before)
     record = {"time": time.time(), "step": max(done, default=0), "nodes": list(nodes), "why": told}
-    if fruitless([*before, record]) > most:
+    if fruitless([*before, record][-number:]) > most:  # a requeue is none
         return None
     if before:
         go_on(run, name)
@@ -34,11 +35,11 @@ def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int) -
 
 
 def why(run: RunDir, before: Sequence[str], now: Sequence[str]) -> str:
-    """What ended the last life, by its ranks' records, and which nodes have gone and come, in one line."""
+    """What ended the last life, by its ranks' records, and which nodes have gone and come, in one line or none."""
     said = [f"rank {each.rank}: {each.message.partition(chr(10))[0]}" for each in failures([], run.errors())[:1]]
     said += [f"{node} has gone" for node in (Counter(before) - Counter(now)).elements()]
     said += [f"{node} takes its place" for node in (Counter(now) - Counter(before)).elements()]
-    return "; ".join(said) or "an agent met the others anew"
+    return "; ".join(said)
 
 
 def fruitless(lives: Sequence[Mapping[str, Any]]) -> int:

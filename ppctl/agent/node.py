@@ -6,7 +6,8 @@ four methods for processes are here. What happens:
     a rank fails               its agent ends the host's ranks and meets the others anew, who see that within a second
     with exit code 2, 3 or 4   another life would repeat it: all agents end
     an agent or its host goes  the others notice within `LOST` seconds, end their ranks and meet anew
-    a signal to leave          all ranks of the job save and leave; once more ends them; without ranks the agent leaves
+    a signal to leave          all ranks of the job save and leave; once more ends them; without ranks the agent leaves.
+                               In SLURM's job it waits for ranks and tells them; there and in pods no signal is too many
 
 Ranks are ended by SIGKILL: SIGTERM would ask them to agree with other hosts on a last step and to save.
 """
@@ -18,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from threading import Thread
 from types import FrameType
@@ -39,9 +40,9 @@ from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
-from ppctl.runs.run_starts import SECRET
+from ppctl.runs.run_starts import SECRET, slurm_start
 
-_ASKS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
+ASKS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 _FINAL, _LOOK, _LOOK_LOADED = (2, 3, 4), 0.1, 5.0
 _KILLED, _STOP_GRACE = 30.0, 60.0
 """Seconds that killed ranks have to be gone (a driver may take long), and asked ranks to save and leave."""
@@ -55,17 +56,28 @@ class NodeAgent(SimpleElasticAgent):
     _standbys: ClassVar[list[Standby]] = []  # of this process, in which one agent may follow another
 
     def __init__(
-        self, shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, rendezvous: NodeRendezvous
+        self,
+        shared: SharedRun,
+        job: str,
+        address: tuple[str, int],
+        store: SealedStore,
+        rendezvous: NodeRendezvous,
+        *,
+        submitted: bool,
     ) -> None:
         size, most = shared.plan.sizes.world // rendezvous.settings.max_nodes, sys.maxsize  # `lives.begin` counts
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
         self.run_dir, self._launch, self._job, self._address = shared.run, shared.config.launch, job, address
-        self.rendezvous, self._sealed, self.asked, self._deadline, self._life = rendezvous, store, 0, math.inf, ""
+        self.rendezvous, self._sealed, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
+        self._submitted, self.in_slurm = submitted, submitted and slurm_start() is not None
+        if self.in_slurm and rendezvous.shrink == "wait":
+            rendezvous.shrink = "requeue"
+        rendezvous.nobody_comes = self.in_slurm
         self._ranks: list[Standby] = []
         self._environment, self._next_look = default_variables() | dict(os.environ) | self._launch.env, math.inf
         self._output: Thread | None = None
-        for number in _ASKS:
+        for number in ASKS:
             signal.signal(number, self._on_signal)
 
     # torch's methods for processes
@@ -84,6 +96,7 @@ class NodeAgent(SimpleElasticAgent):
             self._ranks.append(self._standbys.pop(0))
             arguments = ["--join"] if rank else ["--publish", str(run.path)]
             self._ranks[-1].become(rank, arguments, self._variables(number, rank, worker.local_rank), run.log(rank))
+        self._ask(self._ranks)
         self._next_look = time.monotonic() + _LOOK_LOADED
         if self._ranks and self._ranks[0].stdout is not None:
             self._output = copy_lines(self._ranks[0].stdout, writer_to(sys.stdout))
@@ -103,17 +116,17 @@ class NodeAgent(SimpleElasticAgent):
         if run.result():  # written when all ranks had done their work
             return RunResult(State.SUCCEEDED, codes)
         exits = [Exit(rank, code, time.time(), ended=False) for rank, code in codes.items() if code]
-        for failure in failures(exits, []) if fence.older(self._life) is None else ():
+        for failure in failures(exits, []) if fence.older(self.life) is None else ():
             if not run.has_error(failure.rank):
                 run.write_error(failure)
         final = any(code in _FINAL for code in codes.values())
-        if final or self.asked:
+        if final or (self.asked and not self.in_slurm):  # there the next life saves and leaves
             raise RendezvousClosedError(*["failed"] * final)
         return RunResult(State.FAILED)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
-        if worker_group.group_rank == 0:
+        if worker_group.group_rank == 0 and fence.older(self.life) is None:
             self.run_dir.write_status("starting")  # the run has not failed, as its ranks may have written
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
@@ -142,8 +155,8 @@ class NodeAgent(SimpleElasticAgent):
         store.set(f"node/{group.group_rank}", host_name())
         if group.group_rank == 0:
             nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
-            number = self._sealed.plain.add("ppctl/lives", 1)
             if None not in nodes:
+                number = self._sealed.plain.add("ppctl/lives", 1)
                 why = lives.begin(self.run_dir, self._job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:
@@ -167,11 +180,11 @@ class NodeAgent(SimpleElasticAgent):
             other.send_to_group(signal.SIGKILL)
         fit = [each for each in self._standbys if each.environment == self._environment and each.poll() is None]
         # What a handler raises in a callback of fork is lost, and the agent would stay.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKS)
         try:
             self._standbys[:] = [*fit, *(Standby(self._environment, nice) for _ in range(count - len(fit)))]
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
 
     def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
         (host, port), name, size = self._address, f"{self._job}.{number}", self._worker_group.spec.local_world_size
@@ -179,17 +192,23 @@ class NodeAgent(SimpleElasticAgent):
         own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         own |= {SECRET: self._sealed.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
-        self._life = own[fence.LIFE]
+        self.life = own[fence.LIFE]
         return own | {HANDED_OVER: str(time.monotonic())}
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         alive = [rank for rank in self._ranks if rank.returncode is None]
-        if not alive or self.asked:
+        # SLURM tells all agents and all ranks, and some twice; its patience and a cluster's have an end of their own.
+        stays = self._submitted and (alive or self.in_slurm)
+        if not stays and (not alive or self.asked):
             raise SystemExit(128 + number)
-        self.asked = number
+        self.asked = self.asked or number
         if number == signal.SIGINT:
             print("\nsaving after this step, then stopping; Ctrl-C once more ends at once", file=sys.stderr)
-        else:
+        elif not self._submitted:
             self._deadline = time.monotonic() + _STOP_GRACE
-        for rank in alive:
-            rank.send(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+        self._ask(alive)
+
+    def _ask(self, ranks: Sequence[Standby]) -> None:
+        """Let these ranks save and leave, if this agent was asked to."""
+        for rank in ranks if self.asked else ():
+            rank.send(signal.SIGUSR1 if self.asked == signal.SIGUSR1 else signal.SIGTERM)

@@ -50,7 +50,10 @@ class NodeRendezvous(DynamicRendezvousHandler):
     shrink, patience = "wait", JOIN
     """`launch.shrink`, and how long others wait for an agent in the place of a lost one unless they `wait`."""
     _had_ranks = False
+    nobody_comes = False
+    """Whether no agent can come in the place of a lost one but spares that are there: then nobody waits for one."""
     _surplus_since: float | None = None
+    _short_since: float | None = None
 
     @classmethod
     def over(cls, store: Any, run_id: str, key: bytes, nodes: int, spares: int, name: str) -> NodeRendezvous:
@@ -63,8 +66,14 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def _before_look(self) -> None:
         """Let those that had ranks look first. Raises ConfigError (PP-E658) in a surplus agent, once all lost ones have
-        been noticed."""
+        been noticed, and RendezvousTimeoutError if there are too few and nobody comes."""
         state, now = self._state_holder.state, time.monotonic()
+        if self.nobody_comes and self.has_begun:
+            # Who meets the others anew is not in the state for a moment, and who was slow may come back.
+            short = len(state.last_heartbeats) < self.settings.max_nodes
+            self._short_since = self._short_since or now if short else None
+            if short and now - (self._short_since or now) > LOST:
+                raise RendezvousTimeoutError
         if self._had_ranks or not (self._is_complete or state.round):
             return
         waiting = sorted(state.redundancy_list | state.wait_list)
@@ -78,6 +87,10 @@ class NodeRendezvous(DynamicRendezvousHandler):
     @property
     def _is_complete(self) -> bool:
         return len(self._state_holder.state.participants) == self.settings.max_nodes
+
+    def here(self) -> list[str]:
+        """The hosts of all agents that give signs of life."""
+        return [node.addr.partition(" ")[2] for node in self._state_holder.state.last_heartbeats]
 
     def farewell(self) -> None:
         """Wait until all agents have seen that the rendezvous is closed: then its host may leave."""

@@ -153,7 +153,7 @@ def _job(launch: Launch) -> SlurmJob:
     return SlurmJob(
         config=config,
         run=str(printable(Path(config.log.dir).absolute() / config.log.name / "ID")),
-        nodes=nodes,
+        nodes=nodes + config.launch.spares,
         ranks_per_node=ranks_per_node,
         command=launch.command,
         python=config.launch.python or sys.executable,

@@ -40,7 +40,7 @@ class Started:
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SHOWN = re.compile(
-    r"RANK|WORLD_SIZE|MASTER_.*|LOCAL_.*|.*_RESTART_COUNT|SLURM_(PROCID|LOCALID|NODEID|NTASKS|JOB_ID|(STEP_|TASKS_).*)"
+    r"RANK|WORLD_SIZE|MASTER_.*|LOCAL_.*|PET_.*|.*_RESTART_COUNT|SLURM_(PROCID|LOCALID|NODEID|NTASKS|JOB_ID|(STEP_|TASKS_).*)"
 )
 
 
@@ -54,10 +54,14 @@ def detect(environ: Mapping[str, str]) -> Started:
             # A step with a single task is a place to launch from.
             return started if started.world_size > 1 else Started("person")
     except (KeyError, ValueError) as error:
-        given = {name: value for name, value in environ.items() if _SHOWN.fullmatch(name)}
-        message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {given}"
-        raise ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment")) from error
+        raise _incomplete(environ, error) from error
     return Started("person")
+
+
+def _incomplete(environ: Mapping[str, str], error: Exception) -> ConfigError:
+    given = {name: value for name, value in environ.items() if _SHOWN.fullmatch(name)}
+    message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {given}"
+    return ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment"))
 
 
 def _by_variables(environ: Mapping[str, str]) -> Started:
@@ -99,6 +103,19 @@ def slurm_rank(environ: Mapping[str, str]) -> Started:
     server = {"MASTER_ADDR": "127.0.0.1" if alone else first_host(nodes), "MASTER_PORT": str(port)}
     variables = rank_variables(rank, local, tasks, tasks_here) | server
     return Started("slurm", rank, tasks, f"{job}.{step}", restarts, variables)
+
+
+def node_place(environ: Mapping[str, str]) -> tuple[int, int, str, int]:
+    """The index of this node among those of its job, how many there are with the spares, and the address and the port
+    at which they meet: of a pod, or of a task of an srun that has one on each node. Raises ConfigError (PP-E606)."""
+    try:
+        if "PET_NODE_RANK" in environ:
+            index, nodes, port = (int(environ[f"PET_{name}"]) for name in ("NODE_RANK", "NNODES", "MASTER_PORT"))
+            return index, nodes, environ["PET_MASTER_ADDR"], port
+        task = slurm_rank(environ)
+        return task.rank, task.world_size, task.variables["MASTER_ADDR"], int(task.variables["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise _incomplete(environ, error) from error
 
 
 def first_host(nodelist: str) -> str:

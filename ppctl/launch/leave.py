@@ -46,6 +46,9 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
         return JobOutcome(STOPPED, "stopped")
     if ended:
         return terminated(run, "the job was ended")
+    status = run.status()
+    if status["state"] == "failed" and str(status.get("message")).startswith("PP-E"):
+        return JobOutcome(status.get("exit_code", 1), "failed")  # an agent's own problem, which it has shown
     lines = [
         f"error PP-E703: the ranks ended (exit code {step_code}) and none of them gave a reason",
         *(f"  rank {state.rank} was {state.state} at step {state.step + 1}" for state in _states(run)[:8]),

@@ -3,8 +3,8 @@
     launch.env, launch.setup        on the first node
     launch.health_check             once on every node; a node where it fails is left out, and the job requeued
     ppctl.launch.enter              once on every node: the node sees the run, and has the submitted code
-    ppctl.launch.rank               once per rank: becomes the worker
-    scontrol requeue                if the mark `requeue.<job>.<life>` is there: all ranks have saved, the job goes on
+    ppctl.agent                     once on every node: starts the node's ranks, and again when one is lost
+    scontrol requeue                if the mark `requeue.<job>.<life>` is there: all ranks have saved, or a node is lost
     ppctl.launch.leave              once, else: how the job ended, from the files that its ranks have written
 
 The modules' names stand in scripts of runs that can still be requeued.
@@ -30,6 +30,7 @@ class SlurmJob:
     run: str
     """The run directory, absolute."""
     nodes: int
+    """With the spares."""
     ranks_per_node: int
     command: str
     """The command line that submitted it."""
@@ -60,7 +61,7 @@ def render(job: SlurmJob) -> str:
         most=str(launch.max_requeues),
         settings=settings,
         container=" ".join(map(_q, _container_options(job))),
-        ranks=" ".join(map(_q, _rank_options(job))),
+        agents=" ".join(map(_q, _agent_options(job))),
         health=_filled("health_check.sbatch", check=_q(launch.health_check), SICK_NODE="PP-E625") if checked else "",
         NO_START="PP-E622",
         REQUEUED_OFTEN="PP-E626",
@@ -100,6 +101,8 @@ def directives(job: SlurmJob) -> Iterator[str]:
     yield f"--output={_word(logs)}"
     yield "--open-mode=append"
     yield "--requeue"
+    if launch.spares or launch.shrink == "smaller":
+        yield "--no-kill"  # the job outlives a node; else SLURM requeues it when it sees the loss
     yield f"--signal=USR1@{launch.signal_lead}"
     if job.after is not None:
         yield f"--dependency=afterok:{job.after}"
@@ -107,16 +110,15 @@ def directives(job: SlurmJob) -> Iterator[str]:
     yield from map(_word, launch.sbatch_args or ())
 
 
-def _rank_options(job: SlurmJob) -> Iterator[str]:
+def _agent_options(job: SlurmJob) -> Iterator[str]:
+    """srun's options for one task a node, whatever happens to the others; it has all that the node's ranks have."""
     launch = job.config.launch
-    yield f"--nodes={job.nodes}"
-    yield f"--ntasks={job.nodes * job.ranks_per_node}"
-    yield f"--ntasks-per-node={job.ranks_per_node}"
-    yield from ("--kill-on-bad-exit=1", "--wait=60", "--input=none")
+    yield from (f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1")
+    yield from ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none", "--cpu-bind=none")
     if launch.device == "cuda":
         yield "--gpu-bind=none"  # every rank sees all GPUs of its node, so that they send to each other directly
     if launch.cpus_per_task is not None:
-        yield f"--cpus-per-task={launch.cpus_per_task}"  # srun does not take it from sbatch
+        yield f"--cpus-per-task={launch.cpus_per_task * job.ranks_per_node}"  # srun does not take it from sbatch
     yield from launch.srun_args or ()
 
 

@@ -102,6 +102,11 @@ def restart(job: str, cluster: str = "") -> None:
     _must("scancel", *_on(cluster), "--signal=USR1", job)
 
 
+def requeue(job: str) -> None:
+    """Have a job start again, from one of its own nodes; nothing follows where SLURM's commands are missing."""
+    _run("scontrol", "requeue", job)
+
+
 def cancel(job: str, cluster: str = "") -> None:
     """End a job: its ranks get TERM, and KillWait seconds later KILL."""
     _must("scancel", *_on(cluster), job)

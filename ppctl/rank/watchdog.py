@@ -26,7 +26,6 @@ from ppctl.hang.verdict import published_states, verdict
 from ppctl.plan import Plan
 from ppctl.rank.own_process import Listener
 from ppctl.runs import fence
-from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
 
 _STACKS = 1.0
@@ -113,12 +112,9 @@ class NodeWatch:
         still = self.progress.late(states, now)
         if still is None:
             return
-        ages = {name: now - float(each.get("time", now)) for name, each in hosts.items()}
-        silent = [name for name, age in ages.items() if age > still / 2 and name != host]
         failure = verdict(self.plan, published_states(hosts, now, still / 2), still, now)
         action = f" in {failure.action}" if failure.action else ""
         why = f"error {failure.code}: rank {failure.rank}{action}: {failure.message}"
-        self._requeue_without(silent, why)
         with suppress(OSError):
             if not self.run.errors():
                 self.run.write_error(failure)
@@ -127,12 +123,6 @@ class NodeWatch:
             self.run.write_heartbeats(host, {**record, "time": now, _VERDICT: why})
         # Until the other nodes have read it: else their ranks fail by the broken connections to this one.
         self._leave(f"{why}\n{failure.place}", record, wait=self.limits.look if len(hosts) > 1 else 0.0)
-
-    def _requeue_without(self, silent: Sequence[str], why: str) -> None:
-        start = slurm_start()
-        if silent and start is not None and self.run.job().get("job") is not None:
-            with suppress(OSError):
-                self.run.write_requeue_mark(start, why, exclude=silent)
 
     def _leave(self, why: str, record: Mapping[str, Any], wait: float) -> NoReturn:
         print(why, file=sys.stderr)

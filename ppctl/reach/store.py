@@ -59,21 +59,25 @@ def _at_port(host: str, port: int, rank: int, world: int, patience: timedelta) -
     """An agent of torchrun serves the store, or rank 0."""
     if rank != 0 or os.environ.get(_AGENT) == str(True):
         return TCPStore(host, port, world, is_master=False, timeout=patience)
-    try:
-        listening = _listen_as(host, port)
-    except (OSError, OverflowError) as error:
-        message = f"rank 0 on {host_name()} cannot listen at {host} port {port}: {error}"
-        raise ConfigError(Problem("PP-E605", message, "ppctl explain PP-E605", "MASTER_ADDR, MASTER_PORT")) from error
+    listening = listen_as(host, port)
     address = listening.getsockname()[0]
     return TCPStore(address, port, world, True, patience, multi_tenant=True, master_listen_fd=listening.detach())
 
 
-def _listen_as(host: str, port: int) -> socket.socket:
+def listen_as(host: str, port: int) -> socket.socket:
     """A listening socket on this machine's address that `host` names, never on all addresses.
 
     If the name stands for the loopback here (Debian's 127.0.1.1), or for a machine in front of this one, it is the
-    address of gloo, which other hosts must reach as well. Raises OSError.
+    address of gloo, which other hosts must reach as well. Raises ConfigError (PP-E605).
     """
+    try:
+        return _listening(host, port)
+    except (OSError, OverflowError) as error:
+        message = f"rank 0 on {host_name()} cannot listen at {host} port {port}: {error}"
+        raise ConfigError(Problem("PP-E605", message, "ppctl explain PP-E605", "MASTER_ADDR, MASTER_PORT")) from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
     rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     named = list(dict.fromkeys(str(address[0]) for *_, address in rows))
     beyond = [address for address in named if not ip_address(address.partition("%")[0]).is_loopback]

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -47,7 +47,7 @@ class Cluster:
     def command(self, *words: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
         """Run one command in the cluster's environment; `more` reaches the ranks of what it submits."""
         variables = environment(SLURM_CONF=str(self.conf), **more)
-        variables["PYTHONPATH"] = str(SLURM / "faults")
+        variables["PYTHONPATH"] = f"{SLURM / 'faults'}{os.pathsep}{variables['PYTHONPATH']}"
         variables.pop("COLUMNS", None)  # a job's log is no terminal
         return subprocess.run(words, cwd=self.cwd, env=variables, capture_output=True, text=True, timeout=timeout)
 
@@ -71,20 +71,21 @@ class Cluster:
         """When a job ended, to the second; since the epoch."""
         return time.mktime(time.strptime(self.job(number, "EndTime"), "%Y-%m-%dT%H:%M:%S"))
 
-    def lose(self, node: str, job: str) -> set[int]:
-        """Stop a node's daemon, its step daemons and the job's ranks at once, as if the machine were gone."""
+    def lose(self, node: str, job: str, number: int = signal.SIGSTOP) -> set[int]:
+        """Stop a node's daemon, its step daemons and the job's ranks at once, as if the machine were gone; or kill."""
         found: set[int] = set()
-        for process in Path("/proc").glob("[0-9]*"):
+        for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, IndexError):
-                words = set((process / "environ").read_text(errors="replace").split("\0"))
-                command = (process / "cmdline").read_text().replace("\0", " ")
+                words = set((entry / "environ").read_text(errors="replace").split("\0"))
+                command = (entry / "cmdline").read_text().replace("\0", " ")
                 if f"{self.conf} -N {node} " in command:
-                    found.add(int(process.name))
+                    found.add(int(entry.name))
                 elif {f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}", f"SLURM_CONF={self.conf}"} <= words:
-                    parent = re.findall(r"PPid:\s+([0-9]+)", (process / "status").read_text())[0]
-                    found |= {int(process.name), int(parent)}
-        for number in found:
-            os.kill(number, signal.SIGSTOP)
+                    parent = re.findall(r"PPid:\s+([0-9]+)", (entry / "status").read_text())[0]
+                    found |= {int(entry.name), int(parent)}
+        for process in found:
+            with suppress(ProcessLookupError):  # some die with their agent
+                os.kill(process, number)
         return found
 
     def wait_for(self, number: str, *states: str) -> str:
@@ -117,6 +118,10 @@ class Submitted:
         """Step, loss and gradient norm of every step."""
         return [(row["step"], row["loss"], row["grad_norm"]) for row in self.metrics()]
 
+    def starts(self) -> list[dict[str, object]]:
+        """What env.json says of its lives."""
+        return self.told("env.json").get("starts", [])
+
     def log(self) -> str:
         """The job's log."""
         file = self.run / "logs" / "job.log"
@@ -134,20 +139,32 @@ class Submitted:
         """What `ppctl status --json` says."""
         return json.loads(self.cluster.ppctl("status", str(self.run), "--json").stdout)
 
+    @contextmanager
+    def without(self, node: str) -> Iterator[float]:
+        """Inside the body a node stands still, as if it were gone; the body gets the time at which it stopped."""
+        stopped, began = self.cluster.lose(node, self.job), time.time()
+        assert len(stopped) >= 3
+        try:
+            yield began
+        finally:
+            for number in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGCONT)
+
     def restarts(self) -> int:
         """How often SLURM has started the job again."""
         return int(self.cluster.job(self.job, "Restarts"))
 
     def processes(self) -> dict[int, int]:
-        """The process number of every rank that lives, by rank."""
+        """The process number of every rank that lives, by rank: whose stderr is a rank's log has become that rank."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (process / "environ").read_text(errors="replace").split("\0")
                 mine = f"SLURM_JOB_ID={self.job}" in words and f"SLURM_CONF={self.cluster.conf}" in words
-                if mine and "ppctl.rank.worker" in (process / "cmdline").read_text():
-                    rank = next(word for word in words if word.startswith("RANK="))
-                    found[int(rank.removeprefix("RANK="))] = int(process.name)
+                log = re.search(r"/rank-(\d+)\.log", os.readlink(process / "fd" / "2"))
+                if mine and log and "ppctl.rank.worker" in (process / "cmdline").read_text():
+                    found[int(log[1])] = int(process.name)
         return found
 
 

@@ -36,9 +36,9 @@ def test_a_run_of_two_nodes_by_two_ranks_is_done(whole: Submitted) -> None:
 def test_one_rank_hears_usr1_and_all_save_requeue_and_finish_with_the_same_losses(
     cluster: Cluster, whole: Submitted
 ) -> None:
-    """Saves take 0.2 to 5 s under --kill-on-bad-exit: a rank that left with an error would end the slow ones."""
+    """Saves take 0.2 to 5 s: agents whose ranks have left in good order end none that still save."""
     run = cluster.submit(*FOUR, SLOW_STEP="0.4", SLOW_SAVE="1,0.2,2,5")
-    assert "--kill-on-bad-exit=1" in (run.run / "submit.sbatch").read_text()
+    assert "--kill-on-bad-exit=0" in (run.run / "submit.sbatch").read_text()
     run.trains()
     os.kill(run.processes()[3], signal.SIGUSR1)
     wait(lambda: run.restarts() == 1, f"a requeue of {run.run}")
@@ -47,6 +47,21 @@ def test_one_rank_hears_usr1_and_all_save_requeue_and_finish_with_the_same_losse
     assert run.ends() == "COMPLETED", run.log()
     assert (run.restarts(), run.numbers()) == (1, whole.numbers())
     assert run.log().count("start-up ") == 2  # one log for both lives
+
+
+def test_ranks_start_again_inside_the_job_when_one_dies_and_when_one_stands_still(
+    cluster: Cluster, whole: Submitted
+) -> None:
+    run = cluster.submit(*FOUR, "checkpoint.interval=3", "launch.step_limit=15s", SLOW_STEP="0.4")
+    for life, (rank, strike) in enumerate(((3, signal.SIGKILL), (1, signal.SIGSTOP)), 1):
+        wait(lambda: len(run.starts()) == life and len(run.metrics()) > 4 * life, f"life {life}\n{run.log()}")  # noqa: B023
+        os.kill(run.processes()[rank], strike)
+    assert run.ends() == "COMPLETED", run.log()
+    assert (run.restarts(), run.numbers()) == (0, whole.numbers()), run.log()
+    _, killed, stood = run.starts()
+    assert killed["why"] == "rank 3: killed by signal 9 (SIGKILL)"
+    assert str(stood["why"]).startswith("rank 1: ")
+    assert "rank 3: killed by signal 9 (SIGKILL)" in run.cluster.ppctl("status", run.job).stdout
 
 
 def test_a_job_of_higher_priority_takes_the_nodes_and_the_run_goes_on_afterwards(

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from contextlib import suppress
-
 import pytest
-from cluster import TWO, Cluster, wait
+from cluster import TWO, Cluster, Submitted, wait
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
+def assert_left_as_it_is(run: Submitted) -> None:
+    """The ranks of the lost node woke up, failed, and left the run as it is."""
+    wait(lambda: not run.processes(), "the lost ranks to leave")
+    assert (run.told("status.json")["state"], list(run.run.glob("errors/*"))) == ("finished", [])
+
+
 def test_a_lost_node_is_named_by_another_and_the_run_goes_on_without_it(cluster: Cluster) -> None:
-    """Its slurmd, its step's daemon and its rank stop at once: the other node tells long before SLURM notices."""
+    """The other node tells long before SLURM notices."""
     limit = 6  # while a step is computed: a save may take longer
     frail = ("launch.partition=frail", f"launch.step_limit={limit}s")
     run = cluster.submit(*TWO, "steps=12", "checkpoint.interval=4", *frail, SLOW_STEP="1")
     run.trains(5)
-    stopped = cluster.lose("ppctl8", run.job)
-    began = time.time()
-    assert len(stopped) >= 3
-    try:
+    with run.without("ppctl8") as began:
         (error,) = wait(run.told_errors, "an error record")
         assert (error["rank"], error["code"], error["host"]) == (1, "PP-E706", "ppctl8")
         assert "its host ppctl8 does not answer" in error["message"]
         assert error["time"] - began < 1.5 * limit
         assert run.ends() == "COMPLETED", run.log()
         assert (run.restarts(), cluster.job(run.job, "NodeList")) == (1, "ppctl[7,9]")
-        assert "requeue 1 of at most 10, without ppctl8: error PP-E706: rank 1" in run.log()
+        assert "requeue 1 of at most 10, without ppctl8: rank 1" in run.log()
         assert [step for step, *_ in run.numbers()] == list(range(1, 13))
-    finally:
-        for number in stopped:
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGCONT)
-    wait(lambda: not run.processes(), "the lost rank to leave")
-    # It woke up, failed, and left the run as it is.
-    assert (run.told("status.json")["state"], list(run.run.glob("errors/*"))) == ("finished", [])
+    assert_left_as_it_is(run)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_inside_the_job(cluster: Cluster) -> None:
+    spared = ("launch.partition=spared", "launch.spares=1")
+    run = cluster.submit(*TWO, "steps=14", "checkpoint.interval=4", *spared, SLOW_STEP="1")
+    run.trains(5)
+    nodes = run.starts()[0]["nodes"]
+    node = next(name for name in nodes if name != "ppctl12")
+    (spare,) = {"ppctl12", "ppctl13", "ppctl14"} - {*nodes}
+    with run.without(node):
+        assert run.ends() == "COMPLETED", run.log()
+        assert run.restarts() == 0
+        assert str(run.starts()[1]["why"]).endswith(f"{node} has gone; {spare} takes its place")
+        assert [step for step, *_ in run.numbers()] == list(range(1, 15))
+    assert_left_as_it_is(run)
 
 
 def test_a_node_whose_health_check_fails_is_left_out(cluster: Cluster) -> None:

@@ -61,3 +61,10 @@ def test_only_lives_in_a_row_without_a_new_step_are_counted(run: RunDir, steps: 
 def test_a_requeue_without_a_failure_has_a_reason_too(run: RunDir) -> None:
     lives.begin(run, "j", 1, NODES, 3)
     assert lives.begin(run, "j", 2, NODES, 3) == "an agent met the others anew"
+
+
+def test_a_job_that_is_requeued_counts_its_lives_anew(run: RunDir) -> None:
+    assert lives.begin(run, "a", 1, NODES, 0) == ""
+    assert lives.begin(run, "b", 1, NODES, 0) == "its job began once more"
+    assert lives.begin(run, "b", 2, NODES, 0) is None
+    assert len(run.environment()["starts"]) == 2

@@ -94,12 +94,18 @@ def test_what_cannot_run_on_these_hosts_is_refused_before_anything_is_made(
     assert not became and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", [["train"], ["submit", "--dry-run"]])
-@pytest.mark.parametrize("key", ["launch.spares=1", "launch.max_restarts=5"])
+@pytest.mark.parametrize(
+    ("command", "keys", "where"),
+    [
+        (["train"], ["launch.spares=1"], "takes effect with `ppctl node` and in submitted jobs only"),
+        (["train"], ["launch.max_restarts=5"], "takes effect with `ppctl node` and in submitted jobs only"),
+        (["submit", "--dry-run"], ["launch.shrink=smaller", "launch.shrink_after=1m"], "effect with `ppctl node` only"),
+    ],
+)  # fmt: skip
 def test_other_commands_refuse_what_only_agents_act_on(
-    became: list[str], command: list[str], key: str, capsys: pytest.CaptureFixture[str]
+    became: list[str], command: list[str], keys: list[str], where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, "+recipe=quickstart", "launch.device=cpu", key]) == 2
+    assert main([*command, "+recipe=quickstart", "launch.device=cpu", *keys]) == 2
     said = capsys.readouterr().err
-    assert "PP-E629" in said and "takes effect with `ppctl node` only" in said
+    assert "PP-E629" in said and where in said
     assert "ppctl node --rendezvous HOST:29500 +recipe=quickstart" in said

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.errors import ConfigError
-from ppctl.launch.environment import allocator_variables, detect, first_host, rank_environment
+from ppctl.launch.environment import allocator_variables, detect, first_host, node_place, rank_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -76,6 +76,15 @@ def test_a_task_of_srun_gets_a_workers_variables() -> None:
 def test_tasks_that_are_all_on_one_node_meet_on_its_loopback() -> None:
     alone = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"}
     assert detect(alone).variables["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_node_has_its_place_from_slurm_or_from_its_pod() -> None:
+    task = SRUN | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_NODEID": "3"}
+    assert node_place(task) == (3, 4, "n1", int(detect(task).variables["MASTER_PORT"]))
+    pod = {"PET_NODE_RANK": "2", "PET_NNODES": "3", "PET_MASTER_ADDR": "run-node-0-0.run", "PET_MASTER_PORT": "29500"}
+    assert node_place(pod) == (2, 3, "run-node-0-0.run", 29500)
+    with pytest.raises(ConfigError, match="PP-E606"):
+        node_place({"PET_NODE_RANK": "2"})
 
 
 def test_ranks_of_a_node_are_counted_where_only_their_number_is_said() -> None:

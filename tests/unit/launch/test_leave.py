@@ -11,6 +11,7 @@ from ppctl.config.compose import compose
 from ppctl.errors import ConfigError
 from ppctl.launch.enter import check_node, go_on, package_digest
 from ppctl.launch.leave import job_outcome, main
+from ppctl.launch.outcome import JobOutcome
 from ppctl.plan import build_plan
 from ppctl.records.rank_records import RankFailure
 from ppctl.runs.rundir import RunDir
@@ -88,6 +89,14 @@ def test_another_life_goes_on_from_the_last_checkpoint_and_keeps_old_errors_asid
     assert run.read_config().checkpoint.resume == str(run.checkpoints / "step-7")
     assert (run.errors(), run.result(), run.status()["state"]) == ([], {}, "starting")
     assert [path.name for path in (run.path / "errors-1").iterdir()] == ["rank-0001.json"]
+
+
+def test_an_agents_own_problem_is_how_the_job_ended(run: RunDir) -> None:
+    JobOutcome(2, "failed", "PP-E230: nothing fits").write(run, ())
+    outcome = job_outcome(run, 1, ended=False)
+    assert (outcome.exit_code, outcome.state, outcome.report) == (2, "failed", "")
+    JobOutcome(1, "failed", "error PP-E703: gave no reason").write(run, ())
+    assert "PP-E703" in job_outcome(run, 1, ended=False).report
 
 
 def test_a_node_with_other_code_or_without_the_directory_is_told(run: RunDir, tmp_path: Path) -> None:

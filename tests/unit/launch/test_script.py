@@ -62,6 +62,19 @@ def test_ranks_that_share_a_gpu_ask_for_one() -> None:
     assert {"--gpus-per-node=1", "--ntasks-per-node=4"} <= set(directives(made))
 
 
+def test_a_node_is_one_task_that_outlives_the_others_and_has_all_cpus_of_its_ranks() -> None:
+    text = render(job("launch.cpus_per_task=12"))
+    agents = next(line for line in text.splitlines() if line.startswith("agents="))
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0" in agents
+    assert "--cpus-per-task=48" in agents
+    assert "#SBATCH --no-kill" not in text
+
+
+@pytest.mark.parametrize("override", ["launch.spares=1", "launch.shrink=smaller"])
+def test_the_job_outlives_a_node_where_it_can_go_on_without(override: str) -> None:
+    assert "--no-kill" in set(directives(job(override)))
+
+
 def test_a_run_that_is_waited_for_is_a_dependency_that_cannot_pend_for_ever() -> None:
     found = list(directives(job(after="41")))
     assert {"--dependency=afterok:41", "--kill-on-invalid-dep=yes"} <= set(found)

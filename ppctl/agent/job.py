@@ -1,0 +1,227 @@
+"""The program of a host's agent, to the end of the job.
+
+    python -m ppctl.agent HOST PORT TYPED [RUN FD]   `ppctl node` becomes it
+    python -m ppctl.agent --submitted RUN            on each node of SLURM's job, and in each pod
+
+TYPED is what was typed after `ppctl node` here. With RUN and FD this host has the rendezvous, on the listening socket
+FD, and has made the run's directory; the others ask it for all that they need. Nodes of a submitted run read its
+directory, and the first of them has the rendezvous.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+from ppctl.agent import lives
+from ppctl.agent.node import ASKS, NodeAgent
+from ppctl.agent.rendezvous import JOIN, LOST, NodeRendezvous
+from ppctl.agent.smaller import plan_smaller
+from ppctl.config.quantities import seconds
+from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted
+from ppctl.host.devices import machines
+from ppctl.launch import slurm
+from ppctl.launch.enter import check_node, package_digest
+from ppctl.launch.environment import node_place
+from ppctl.launch.leave import job_outcome
+from ppctl.launch.machine import shortage
+from ppctl.launch.outcome import STOPPED, JobOutcome
+from ppctl.rank.own_process import raise_file_limit
+from ppctl.rank.rendezvous import SharedRun, publish_run, read_run, receive_run, sealed
+from ppctl.reach.store import SealedStore, listen_as
+from ppctl.runs import fence
+from ppctl.runs.heartbeat import host_name
+from ppctl.runs.run_starts import slurm_start
+from ppctl.runs.rundir import RunDir
+
+_JOB, _ANSWER = "ppctl/job", timedelta(seconds=20)
+"""How long the store may take for an answer: torch asks twice, in two threads, before its host counts as lost."""
+_SCRIPT = 30
+"""Seconds that the script of SLURM's job has to see a mark and to requeue."""
+
+
+def main() -> int:
+    """Run this host's agent to the end of the job; returns the exit code."""
+    submitted, agent = sys.argv[1] == "--submitted", None
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it may have ranks it ends at once, also inside a wait in C++
+    if not submitted:  # where a request to save is kept until the agent listens
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
+    raise_file_limit()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what matters is told here
+    # All agents have as many ranks: torch computes their numbers, and asks no store that strangers write into.
+    os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "").replace("3", "")  # it is read by now
+    try:
+        # The host of the store comes first in the order of names: rank 0's lines stay on its terminal.
+        index, run, host, port, typed, *served = _of_job(sys.argv[2]) if submitted else _of_host(*sys.argv[1:])
+        os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "", "PPCTL_START": ""}  # what `sealed` proves
+        store, shared, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed, run)
+        address, name = (host, int(port)), f"{index} {host_name()}"
+        agent = _agent(shared, told[0], address, store, name, submitted=submitted)
+        while (outcome := _to_the_end(agent, host, port, serves=bool(served))) is None:
+            shared, told = _on_fewer(shared.run, store, told, serves=bool(served))
+            agent = _agent(shared, told[0], address, store, name, submitted=submitted)
+    except PpctlError as error:
+        print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
+        if agent is None or not submitted:
+            return error.exit_code
+        outcome = JobOutcome(error.exit_code, "failed", str(error.problems[0]))
+        if served:
+            agent.rendezvous.shutdown()
+    if outcome.report and not submitted:
+        print(outcome.report, file=sys.stderr)
+    if served:
+        if not agent.in_slurm or fence.older(agent.life) is None:
+            outcome.write(agent.run_dir, ())
+        agent.rendezvous.farewell()
+    return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
+
+
+def _of_host(host: str, port: str, typed: str, *served: str) -> tuple[str, ...]:
+    """The agent's place in the order of nodes, no run (another host tells it), and the arguments."""
+    return str(int(not served)), "", host, port, typed, *served
+
+
+def _of_job(run: str) -> tuple[str, ...]:
+    """The agent's place in the order of nodes, its run, and the arguments that `ppctl node` would have given. Raises
+    ConfigError (PP-E605, PP-E606)."""
+    index, _, host, port = node_place(os.environ)
+    served = []
+    if index == 0:
+        listening = listen_as(host, port)
+        host, served = listening.getsockname()[0], [run, str(listening.detach())]
+    return f"{index:05}", run, host, str(port), "", *served
+
+
+def _serve(host: str, port: int, typed: str, run: str, descriptor: str) -> tuple[SealedStore, SharedRun, list[str]]:
+    """The store, the run, and what else all agents are told: the job's id, the code and the words typed here."""
+    plain = TCPStore(host, port, None, True, _ANSWER, False, multi_tenant=True, master_listen_fd=int(descriptor))
+    shared, told = read_run(Path(run)), [secrets.token_hex(4), package_digest(), typed]
+    store = sealed(plain, shared.run)
+    store.set(_JOB, told)
+    publish_run(store, shared)
+    return store, shared, told
+
+
+def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, SharedRun, list[str]]:
+    """The same on another host; one that has no `run` asks for it. Raises PpctlError if the first host does not answer
+    (PP-E708), or this one has another run directory, code or command line (PP-E623, PP-E624, PP-E655, PP-E777)."""
+    if not run:
+        told = f"waiting for the first host at {host}:{port}; steps are printed there"
+        print(f"note: {host_name()}: {told}", file=sys.stderr)
+    try:
+        plain = TCPStore(host, port, None, False, JOIN, False)
+        entered = _read(Path(run), plain) if run else receive_run(plain)
+    except RuntimeError as error:
+        message = f"{host_name()} did not reach the first host's agent at {host} port {port}"
+        remedy = pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
+        raise TrainingError(Problem("PP-E708", message, remedy)) from error
+    assert not isinstance(entered, int)  # no agent refuses a run there
+    shared, store = entered
+    told = store.get(_JOB)
+    plain.set_timeout(_ANSWER)
+    if not run:  # else its job has looked
+        check_node(shared.run, told[1], "the same version of ppctl on all hosts")
+    if typed not in ("", told[2]):
+        message = f"the command line of this host is `{typed}`, that of the first `{told[2]}`"
+        remedy = f"ppctl node --rendezvous {host}:{port}"
+        raise ConfigError(Problem("PP-E655", message, remedy, "command line"))
+    return store, shared, told
+
+
+def _read(directory: Path, store: Store) -> tuple[SharedRun, SealedStore]:
+    shared = read_run(directory)
+    return shared, sealed(store, shared.run)
+
+
+def _agent(
+    shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, name: str, *, submitted: bool
+) -> NodeAgent:
+    """This host's agent. Raises ConfigError if the host has too few GPUs; in a job the ranks tell, and all end."""
+    launch = shared.config.launch
+    nodes, per_node = machines(launch.nodes, launch.gpus_per_node, shared.plan.sizes.world)
+    problems = shortage(launch.device, per_node, (), os.environ, share=launch.share_gpu, command="node HOST")
+    if problems and not submitted:
+        raise ConfigError(problems)
+    rendezvous = NodeRendezvous.over(store.plain, job, store.key_for("rendezvous"), nodes, launch.spares, name)
+    rendezvous.shrink, rendezvous.patience = launch.shrink, timedelta(seconds=seconds(launch.shrink_after))
+    return NodeAgent(shared, job, address, store, rendezvous, submitted=submitted)
+
+
+def _on_fewer(run: RunDir, store: SealedStore, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]]:
+    """The run and the job with which all agents that are left go on; the first plans it once all have noticed that one
+    is missing. Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
+    left, known = f"ppctl/left/{told[0]}", told
+    try:
+        store.plain.add(left, 1)
+        if serves:
+            time.sleep(2 * LOST)
+            plan_smaller(run, store.plain.add(left, 0))
+            publish_run(store, read_run(run.path))
+            store.set(_JOB, [secrets.token_hex(4), *told[1:]])
+        while (told := store.get(_JOB)) == known:
+            time.sleep(1.0)
+        entered = receive_run(store.plain)
+    except RuntimeError as error:
+        raise TrainingError(Problem("PP-E656", "the host of the rendezvous does not answer any more")) from error
+    assert not isinstance(entered, int)
+    return entered[0], told
+
+
+def _to_the_end(agent: NodeAgent, host: str, port: str, *, serves: bool) -> JobOutcome | None:
+    """Run the agent; how the job ended, by the run directory, and None if agents are missing and the others go on
+    without. Raises TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost.
+    SLURM's job starts again without lost nodes."""
+    run, ended, shrink = agent.run_dir, True, agent.rendezvous.shrink
+    remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
+    try:
+        agent.run()
+    except SystemExit as left:
+        if not agent.asked:  # the others go on
+            if agent.in_slurm and serves:
+                _requeue(agent, f"ranks on {host_name()} cannot be killed", [host_name()])
+            return JobOutcome(left.code if isinstance(left.code, int) else 1, "interrupted")
+    except RendezvousClosedError as closed:
+        ended = not closed.args
+    except RendezvousTimeoutError as error:
+        message = "not all hosts of the run came in time"
+        if agent.rendezvous.has_begun:
+            if agent.in_slurm and serves and shrink != "smaller":
+                nodes, here = run.environment()["starts"][-1]["nodes"], agent.rendezvous.here()
+                _requeue(agent, lives.why(run, nodes, here), sorted(set(nodes).difference(here)))
+            report = f"{message} (launch.shrink=requeue); go on with: {remedy}"
+            return None if shrink == "smaller" else JobOutcome(STOPPED, "stopped", report)
+        raise TrainingError(Problem("PP-E709", message, remedy)) from error
+    except (RendezvousError, RuntimeError) as error:
+        message = f"the host of the rendezvous, {host}:{port}, does not answer any more"
+        if agent.in_slurm:
+            _requeue(agent, message, [host])
+        raise TrainingError(Problem("PP-E656", message, remedy)) from error
+    agent.rendezvous.shutdown()
+    outcome = job_outcome(run, 1, ended=ended)
+    by_hand = outcome.exit_code == STOPPED and not agent.in_slurm
+    return replace(outcome, report=f"go on with: {remedy}") if by_hand else outcome
+
+
+def _requeue(agent: NodeAgent, why: str, without: Iterable[str]) -> None:
+    """Have SLURM's job start again, unless its run is over or goes on without this agent. The script does it when it
+    sees the mark; if the script's node is the one that is lost, this agent does."""
+    run, start = agent.run_dir, slurm_start()
+    over = run.result() or "exit_code" in run.status()
+    if start is None or over or not agent.life or fence.older(agent.life):
+        return
+    run.write_requeue_mark(start, why, without)
+    time.sleep(_SCRIPT + (agent.get_worker_group().group_rank or 0))  # one after the other: the first ends all
+    if fence.older(agent.life) is None:
+        slurm.requeue(os.environ["SLURM_JOB_ID"])
