@@ -45,7 +45,8 @@ from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import slurm_start
 
-_JOB, _ANSWER = "ppctl/job", timedelta(minutes=1)  # after which the host of the store counts as lost
+_JOB, _ANSWER = "ppctl/job", timedelta(seconds=20)
+"""How long the store may take for an answer: torch asks twice, in two threads, before its host counts as lost."""
 _GONE = ("PP-E656", "PP-E708")
 """Codes of errors that the host of the rendezvous does not answer."""
 _SCRIPT = 30
@@ -89,7 +90,7 @@ def main() -> int:
         if not agent.in_slurm or fence.older(agent.life) is None:
             outcome.write(agent.run_dir, ())
         agent.rendezvous.farewell()
-    return outcome.exit_code
+    return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
 
 
 def _of_host(host: str, port: str, typed: str, *served: str) -> tuple[str, ...]:
@@ -126,10 +127,10 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
     try:
         plain = TCPStore(host, port, None, False, JOIN, False)
         entered = _read(Path(run), plain) if run else receive_run(plain)
-        plain.set_timeout(_ANSWER)
         assert not isinstance(entered, int)  # no agent refuses a run there
         shared, store = entered
         told = store.get(_JOB)
+        plain.set_timeout(_ANSWER)
     except RuntimeError as error:
         message = f"{host_name()} did not reach the first host's agent at {host} port {port}"
         remedy = pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
