@@ -94,12 +94,13 @@ def main() -> int:
 
 
 def _of_host(host: str, port: str, typed: str, *served: str) -> tuple[str, ...]:
-    """The agent's place in the order of nodes, the run's directory if only its name is needed, and the arguments."""
+    """The agent's place in the order of nodes, no run (another host tells it), and the arguments."""
     return str(int(not served)), "", host, port, typed, *served
 
 
 def _of_job(run: str) -> tuple[str, ...]:
-    """The same on a node of a submitted run. Raises ConfigError (PP-E605, PP-E606)."""
+    """The agent's place in the order of nodes, its run, and the arguments that `ppctl node` would have given. Raises
+    ConfigError (PP-E605, PP-E606)."""
     index, _, host, port = node_place(os.environ)
     served = []
     if index == 0:

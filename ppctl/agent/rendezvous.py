@@ -19,9 +19,8 @@ JOIN = timedelta(minutes=10)
 """How long agents wait for one that is missing."""
 LOST, _PROOF = 15, 32
 """Seconds without a sign of life, of three that agents give meanwhile, after which others take one for lost."""
-_SHORT, _SLOW = 6.0, 3.0
-"""Seconds after which too few agents are too few, and before each look of an agent without ranks: those with copies in
-their hosts' memory come first."""
+_SLOW = 3.0
+"""Seconds before each look of an agent without ranks: those with copies in their hosts' memory come first."""
 
 
 class _SealedBackend(C10dRendezvousBackend):
@@ -76,10 +75,10 @@ class NodeRendezvous(DynamicRendezvousHandler):
         been noticed, and RendezvousTimeoutError if there are too few and nobody comes."""
         state, now = self._state_holder.state, time.monotonic()
         if self.nobody_comes and self.has_begun:
-            # Who meets the others anew is not in the state for a moment.
+            # Who meets the others anew is not in the state for a moment, and who was slow may come back.
             short = len(state.last_heartbeats) < self.settings.max_nodes
             self._short_since = self._short_since or now if short else None
-            if short and now - (self._short_since or now) > _SHORT:
+            if short and now - (self._short_since or now) > LOST:
                 raise RendezvousTimeoutError
         if self._had_ranks or not (self._is_complete or state.round):
             return

@@ -71,20 +71,21 @@ class Cluster:
         """When a job ended, to the second; since the epoch."""
         return time.mktime(time.strptime(self.job(number, "EndTime"), "%Y-%m-%dT%H:%M:%S"))
 
-    def lose(self, node: str, job: str) -> set[int]:
-        """Stop a node's daemon, its step daemons and the job's ranks at once, as if the machine were gone."""
+    def lose(self, node: str, job: str, number: int = signal.SIGSTOP) -> set[int]:
+        """Stop a node's daemon, its step daemons and the job's ranks at once, as if the machine were gone; or kill."""
         found: set[int] = set()
-        for process in Path("/proc").glob("[0-9]*"):
+        for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, IndexError):
-                words = set((process / "environ").read_text(errors="replace").split("\0"))
-                command = (process / "cmdline").read_text().replace("\0", " ")
+                words = set((entry / "environ").read_text(errors="replace").split("\0"))
+                command = (entry / "cmdline").read_text().replace("\0", " ")
                 if f"{self.conf} -N {node} " in command:
-                    found.add(int(process.name))
+                    found.add(int(entry.name))
                 elif {f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}", f"SLURM_CONF={self.conf}"} <= words:
-                    parent = re.findall(r"PPid:\s+([0-9]+)", (process / "status").read_text())[0]
-                    found |= {int(process.name), int(parent)}
-        for number in found:
-            os.kill(number, signal.SIGSTOP)
+                    parent = re.findall(r"PPid:\s+([0-9]+)", (entry / "status").read_text())[0]
+                    found |= {int(entry.name), int(parent)}
+        for process in found:
+            with suppress(ProcessLookupError):  # some die with their agent
+                os.kill(process, number)
         return found
 
     def wait_for(self, number: str, *states: str) -> str:

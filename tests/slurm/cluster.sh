@@ -70,7 +70,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 KillWait=10
 MinJobAge=3600
 InactiveLimit=0
-SlurmdTimeout=45
+SlurmdTimeout=60
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu

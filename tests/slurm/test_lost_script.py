@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from cluster import TWO, Cluster, wait
 
@@ -13,8 +15,9 @@ def test_a_job_that_outlives_its_nodes_is_requeued_when_its_script_is_lost(clust
     headless = ("launch.partition=headless", "launch.shrink=smaller")
     run = cluster.submit(*TWO, "steps=8", "checkpoint.interval=2", *headless, SLOW_STEP="1")
     run.trains(3)
-    with run.without("ppctl15"):
-        wait(lambda: run.restarts() == 1, "a requeue")
-        assert "the host of the rendezvous" in next(run.run.glob("requeue.*.0")).read_text()
+    cluster.lose("ppctl15", run.job, signal.SIGKILL)
+    wait(lambda: run.restarts() == 1, "a requeue")
+    assert "the host of the rendezvous" in next(run.run.glob("requeue.*.0")).read_text()
+    assert cluster.command("slurmd", "-c", "-f", str(cluster.conf), "-N", "ppctl15").returncode == 0
     assert run.ends() == "COMPLETED", run.log()
     assert [step for step, *_ in run.numbers()] == list(range(1, 9))
