@@ -42,7 +42,7 @@ def test_a_runs_context_is_asked_whichever_is_the_current_one(tmp_path: Path, mo
     known = kubeconfig(1)
     second = {"clusters": [{"name": "d", "cluster": {"server": "http://127.0.0.1:2"}}], "users": known["users"]}
     second["contexts"] = [{"name": "a/b:6443/u", "context": {"cluster": "d", "user": "u"}}]
-    for name, each in (("first", known), ("second", {**known, **second, "current-context": "a/b:6443/u"})):
+    for name, each in (("first", known), ("second", second)):
         (tmp_path / name).write_text(json.dumps(each))
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
     assert kubernetes._place() == (client, "team-a", "@x")
