@@ -89,12 +89,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, 
     return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run)]
 
 
-def test_a_run_in_pods_has_the_losses_of_one_machine_and_a_rank_that_dies_starts_again_in_its_pod(
-    tmp_path: Path, undisturbed: list[tuple[object, ...]]
-) -> None:
+def test_a_run_in_pods_has_the_losses_of_one_machine(tmp_path: Path, undisturbed: list[tuple[object, ...]]) -> None:
     """Its commands ask the cluster that it was submitted to, whatever the current context is meanwhile."""
-    with Cluster(tmp_path, PPCTL_FAULT="kill 1 15 1B0") as cluster:
-        run = Run(cluster, tmp_path, "checkpoint.interval=3")
+    with Cluster(tmp_path) as cluster:
+        run = Run(cluster, tmp_path)
         cluster.change_context()
         run.ends()
         assert run.numbers() == undisturbed
@@ -103,9 +101,19 @@ def test_a_run_in_pods_has_the_losses_of_one_machine_and_a_rank_that_dies_starts
         assert "secret" not in (run.told / "submit.yaml").read_text().replace("secretKeyRef", "").replace(
             "key: secret", ""
         )
-        assert cluster.gone == []
+        assert cluster.gone == [] and len(run.lives()) == 1
+
+
+@pytest.mark.whole
+def test_a_rank_that_dies_starts_again_in_its_pod(tmp_path: Path, undisturbed: list[tuple[object, ...]]) -> None:
+    """Killed in its sixteenth step: the next life has no sixteenth."""
+    with Cluster(tmp_path, PPCTL_FAULT="kill 1 15 1B0") as cluster:
+        run = Run(cluster, tmp_path, "checkpoint.interval=3")
+        run.ends()
+        assert run.numbers() == undisturbed
         _, second = run.lives()
-        assert second["why"] == "rank 1: killed by signal 9 (SIGKILL)"
+        assert (second["step"], second["why"]) == (15, "rank 1: killed by signal 9 (SIGKILL)")
+        assert cluster.gone == []
 
 
 @pytest.mark.whole
