@@ -216,7 +216,8 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
     outcome = job_outcome(run, 1, ended=ended)
     if agent.in_pod:
         return _in_pod(agent, outcome, told)
-    return replace(outcome, report=f"go on with: {remedy}") if outcome.exit_code == STOPPED else outcome
+    by_hand = outcome.exit_code == STOPPED and not agent.in_slurm
+    return replace(outcome, report=f"go on with: {remedy}") if by_hand else outcome
 
 
 def _too_few(agent: NodeAgent, remedy: str, *, serves: bool) -> JobOutcome:
@@ -253,7 +254,8 @@ def _requeue(agent: NodeAgent, why: str, without: Iterable[str]) -> None:
     """Have SLURM's job start again, unless its run is over or goes on without this agent. The script does it when it
     sees the mark; if the script's node is the one that is lost, this agent does."""
     run, start = agent.run_dir, slurm_start()
-    if start is None or not agent.life or fence.older(agent.life) or "exit_code" in run.status():
+    over = run.result() or "exit_code" in run.status()
+    if start is None or over or not agent.life or fence.older(agent.life):
         return
     run.write_requeue_mark(start, why, without)
     time.sleep(_SCRIPT + (agent.get_worker_group().group_rank or 0))  # one after the other: the first ends all
