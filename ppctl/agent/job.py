@@ -36,17 +36,19 @@ from ppctl.launch.enter import check_node, package_digest
 from ppctl.launch.environment import node_place
 from ppctl.launch.leave import job_outcome
 from ppctl.launch.machine import shortage
-from ppctl.launch.outcome import STOPPED, JobOutcome
+from ppctl.launch.outcome import DONE, FINAL, GO_ON, STOPPED, TERMINATED, JobOutcome
 from ppctl.rank.own_process import raise_file_limit
 from ppctl.rank.rendezvous import SharedRun, publish_run, read_run, receive_run, sealed
 from ppctl.reach.store import SealedStore, listen_as
+from ppctl.records.run_records import ASKED_WORDS
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import slurm_start
-from ppctl.runs.rundir import RunDir
 
 _JOB, _ANSWER = "ppctl/job", timedelta(seconds=20)
 """How long the store may take for an answer: torch asks twice, in two threads, before its host counts as lost."""
+_GONE = ("PP-E656", "PP-E708")
+"""Codes of errors that the host of the rendezvous does not answer."""
 _SCRIPT = 30
 """Seconds that the script of SLURM's job has to see a mark and to requeue."""
 
@@ -69,17 +71,21 @@ def main() -> int:
         store, shared, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed, run)
         address, name = (host, int(port)), f"{index} {host_name()}"
         agent = _agent(shared, told[0], address, store, name, submitted=submitted)
-        while (outcome := _to_the_end(agent, host, port, serves=bool(served))) is None:
-            shared, told = _on_fewer(shared.run, store, told, serves=bool(served))
+        while (outcome := _to_the_end(agent, host, port, told, serves=bool(served))) is None:
+            shared, told = _anew(agent, told, serves=bool(served))
             agent = _agent(shared, told[0], address, store, name, submitted=submitted)
+            agent.rendezvous.follow()
     except PpctlError as error:
+        if error.problems[0].code in _GONE and submitted and slurm_start() is None:
+            print(f"note: {error.problems[0].message}; all meet anew when it is back", file=sys.stderr)
+            return GO_ON
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
         if agent is None or not submitted:
             return error.exit_code
         outcome = JobOutcome(error.exit_code, "failed", str(error.problems[0]))
         if served:
             agent.rendezvous.shutdown()
-    if outcome.report and not submitted:
+    if outcome.report and not agent.in_slurm:  # there the script says it
         print(outcome.report, file=sys.stderr)
     if served:
         if not agent.in_slurm or fence.older(agent.life) is None:
@@ -123,14 +129,14 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
     try:
         plain = TCPStore(host, port, None, False, JOIN, False)
         entered = _read(Path(run), plain) if run else receive_run(plain)
+        assert not isinstance(entered, int)  # no agent refuses a run there
+        shared, store = entered
+        told = store.get(_JOB)
+        plain.set_timeout(_ANSWER)
     except RuntimeError as error:
         message = f"{host_name()} did not reach the first host's agent at {host} port {port}"
         remedy = pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
         raise TrainingError(Problem("PP-E708", message, remedy)) from error
-    assert not isinstance(entered, int)  # no agent refuses a run there
-    shared, store = entered
-    told = store.get(_JOB)
-    plain.set_timeout(_ANSWER)
     if not run:  # else its job has looked
         check_node(shared.run, told[1], "the same version of ppctl on all hosts")
     if typed not in ("", told[2]):
@@ -154,55 +160,54 @@ def _agent(
     problems = shortage(launch.device, per_node, (), os.environ, share=launch.share_gpu, command="node HOST")
     if problems and not submitted:
         raise ConfigError(problems)
-    rendezvous = NodeRendezvous.over(store.plain, job, store.key_for("rendezvous"), nodes, launch.spares, name)
+    index, hosts, *_ = node_place(os.environ) if submitted else (0, nodes + launch.spares)
+    rendezvous = NodeRendezvous.over(store.plain, job, store.key_for("rendezvous"), nodes, hosts - nodes, name)
+    rendezvous.stands_back = 2.0 * LOST * (index >= nodes)
     rendezvous.shrink, rendezvous.patience = launch.shrink, timedelta(seconds=seconds(launch.shrink_after))
     return NodeAgent(shared, job, address, store, rendezvous, submitted=submitted)
 
 
-def _on_fewer(run: RunDir, store: SealedStore, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]]:
-    """The run and the job with which all agents that are left go on; the first plans it once all have noticed that one
-    is missing. Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
-    left, known = f"ppctl/left/{told[0]}", told
+def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]]:
+    """The run and the job with which all agents that are left go on. If one is missing the first plans it on fewer
+    once all have noticed. Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
+    run, store, left, known = agent.run_dir, agent.store, f"ppctl/left/{told[0]}", told
     try:
         store.plain.add(left, 1)
         if serves:
-            time.sleep(2 * LOST)
-            plan_smaller(run, store.plain.add(left, 0))
+            if not agent.rendezvous.is_closed():  # else the job has ended in good order
+                time.sleep(2 * LOST)
+                plan_smaller(run, store.plain.add(left, 0))
+            run.write_status("starting")
             publish_run(store, read_run(run.path))
             store.set(_JOB, [secrets.token_hex(4), *told[1:]])
         while (told := store.get(_JOB)) == known:
             time.sleep(1.0)
         entered = receive_run(store.plain)
     except RuntimeError as error:
-        raise TrainingError(Problem("PP-E656", "the host of the rendezvous does not answer any more")) from error
+        raise _gone() from error
     assert not isinstance(entered, int)
     return entered[0], told
 
 
-def _to_the_end(agent: NodeAgent, host: str, port: str, *, serves: bool) -> JobOutcome | None:
-    """Run the agent; how the job ended, by the run directory, and None if agents are missing and the others go on
-    without. Raises TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost.
-    SLURM's job starts again without lost nodes."""
+def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serves: bool) -> JobOutcome | None:
+    """Run the agent; how the job ended, by the run directory, and None if those that are left begin another. Raises
+    TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job starts
+    again without lost nodes."""
     run, ended, shrink = agent.run_dir, True, agent.rendezvous.shrink
     remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
     try:
         agent.run()
     except SystemExit as left:
-        if not agent.asked:  # the others go on
+        if agent.in_pod or not agent.asked:  # the others go on
             if agent.in_slurm and serves:
                 _requeue(agent, f"ranks on {host_name()} cannot be killed", [host_name()])
             return JobOutcome(left.code if isinstance(left.code, int) else 1, "interrupted")
     except RendezvousClosedError as closed:
         ended = not closed.args
     except RendezvousTimeoutError as error:
-        message = "not all hosts of the run came in time"
-        if agent.rendezvous.has_begun:
-            if agent.in_slurm and serves and shrink != "smaller":
-                nodes, here = run.environment()["starts"][-1]["nodes"], agent.rendezvous.here()
-                _requeue(agent, lives.why(run, nodes, here), sorted(set(nodes).difference(here)))
-            report = f"{message} (launch.shrink=requeue); go on with: {remedy}"
-            return None if shrink == "smaller" else JobOutcome(STOPPED, "stopped", report)
-        raise TrainingError(Problem("PP-E709", message, remedy)) from error
+        if not agent.rendezvous.has_begun:
+            raise TrainingError(Problem("PP-E709", "not all hosts of the run came in time", remedy)) from error
+        return None if shrink == "smaller" else _too_few(agent, remedy, serves=serves)
     except (RendezvousError, RuntimeError) as error:
         message = f"the host of the rendezvous, {host}:{port}, does not answer any more"
         if agent.in_slurm:
@@ -210,8 +215,40 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, *, serves: bool) -> JobO
         raise TrainingError(Problem("PP-E656", message, remedy)) from error
     agent.rendezvous.shutdown()
     outcome = job_outcome(run, 1, ended=ended)
+    if agent.in_pod:
+        return _in_pod(agent, outcome, told)
     by_hand = outcome.exit_code == STOPPED and not agent.in_slurm
     return replace(outcome, report=f"go on with: {remedy}") if by_hand else outcome
+
+
+def _too_few(agent: NodeAgent, remedy: str, *, serves: bool) -> JobOutcome:
+    """The end of a job that lacks agents. SLURM's job and a JobSet start again."""
+    run, message = agent.run_dir, "not all hosts of the run came in time (launch.shrink=requeue)"
+    if agent.in_slurm and serves:
+        nodes, here = run.environment()["starts"][-1]["nodes"], agent.rendezvous.here()
+        _requeue(agent, lives.why(run, nodes, here), sorted(set(nodes).difference(here)))
+    if agent.in_pod:
+        return JobOutcome(GO_ON, "stopped", message)
+    return JobOutcome(STOPPED, "stopped", f"{message}; go on with: {remedy}")
+
+
+def _in_pod(agent: NodeAgent, outcome: JobOutcome, told: list[str]) -> JobOutcome | None:
+    """What the end of a job is in a pod: what was stopped from outside goes on in the pods that stay. Raises
+    TrainingError (PP-E656)."""
+    asked_for = outcome.state == "stopped" and agent.run_dir.status().get("message") == ASKED_WORDS
+    if asked_for or outcome.exit_code in (DONE, *FINAL):
+        return replace(outcome, exit_code=DONE) if asked_for else outcome
+    if agent.asked:
+        return replace(outcome, exit_code=TERMINATED)
+    try:
+        goes_on = outcome.exit_code in (STOPPED, TERMINATED) or agent.store.get(_JOB) != told
+    except RuntimeError as error:
+        raise _gone() from error
+    return None if goes_on else outcome
+
+
+def _gone() -> TrainingError:
+    return TrainingError(Problem("PP-E656", "the host of the rendezvous does not answer any more"))
 
 
 def _requeue(agent: NodeAgent, why: str, without: Iterable[str]) -> None:

@@ -69,11 +69,12 @@ class NodeAgent(SimpleElasticAgent):
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
         self.run_dir, self._launch, self._job, self._address = shared.run, shared.config.launch, job, address
-        self.rendezvous, self._sealed, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
+        self.rendezvous, self.store, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
         self._submitted, self.in_slurm = submitted, submitted and slurm_start() is not None
         if self.in_slurm and rendezvous.shrink == "wait":
             rendezvous.shrink = "requeue"
-        rendezvous.nobody_comes = self.in_slurm
+        self.in_pod = submitted and not self.in_slurm
+        rendezvous.nobody_comes, rendezvous.all_come = self.in_slurm, self.in_pod
         self._ranks: list[Standby] = []
         self._environment, self._next_look = default_variables() | dict(os.environ) | self._launch.env, math.inf
         self._output: Thread | None = None
@@ -120,6 +121,8 @@ class NodeAgent(SimpleElasticAgent):
             if not run.has_error(failure.rank):
                 run.write_error(failure)
         final = any(code in _FINAL for code in codes.values())
+        if self.asked and self.in_pod and not final:
+            raise SystemExit(128 + self.asked)  # the others go on
         if final or (self.asked and not self.in_slurm):  # there the next life saves and leaves
             raise RendezvousClosedError(*["failed"] * final)
         return RunResult(State.FAILED)
@@ -143,20 +146,20 @@ class NodeAgent(SimpleElasticAgent):
             named = f"ranks {', '.join(str(rank.rank) for rank in alive)} on {host_name()}"
             problem = Problem("PP-E659", f"{named} cannot be killed: this host takes no further part")
             print(f"error {problem}", file=sys.stderr)
-            raise SystemExit(1)
+            raise SystemExit(128 + signal.SIGKILL)  # in a pod: let another be made
 
     # One life
 
     def _begin(self, group: WorkerGroup) -> int:
         """The number of the life that all agents of this rendezvous begin together; 0 if one of them has gone. Raises
         RendezvousClosedError if another life is not worth it."""
-        store = copy(self._sealed)
+        store = copy(self.store)
         store.plain = cast(Any, group.store)  # of this rendezvous alone
         store.set(f"node/{group.group_rank}", host_name())
         if group.group_rank == 0:
             nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
             if None not in nodes:
-                number = self._sealed.plain.add("ppctl/lives", 1)
+                number = self.store.plain.add("ppctl/lives", 1)
                 why = lives.begin(self.run_dir, self._job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:
@@ -191,7 +194,7 @@ class NodeAgent(SimpleElasticAgent):
         own = rank_variables(rank, local, size * self.rendezvous.settings.max_nodes, size)
         own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
-        own |= {SECRET: self._sealed.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
+        own |= {SECRET: self.store.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
         self.life = own[fence.LIFE]
         return own | {HANDED_OVER: str(time.monotonic())}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import secrets
 import time
 from datetime import timedelta
 from typing import Any
@@ -52,14 +53,19 @@ class NodeRendezvous(DynamicRendezvousHandler):
     _had_ranks = False
     nobody_comes = False
     """Whether no agent can come in the place of a lost one but spares that are there: then nobody waits for one."""
+    all_come = False
+    """Whether a cluster makes all agents, sooner or later: the first meeting has no limit."""
+    stands_back = 0.0
+    """Seconds in which this agent, a spare's, lets those of nodes come first to their first meeting."""
     _surplus_since: float | None = None
     _short_since: float | None = None
 
     @classmethod
     def over(cls, store: Any, run_id: str, key: bytes, nodes: int, spares: int, name: str) -> NodeRendezvous:
         """The handler of the agent `name`. Names decide the order of nodes, and with it that of ranks."""
-        backend = _SealedBackend(store, run_id)
-        handler = cls.from_backend(run_id, store, backend, nodes, nodes, name, RendezvousTimeout(JOIN), LOST // 3, 3)
+        # torch tells agents apart by name and process, and a lost pod's successor may have the same of both.
+        backend, unique = _SealedBackend(store, run_id), f"{name} {secrets.token_hex(4)}"
+        handler = cls.from_backend(run_id, store, backend, nodes, nodes, unique, RendezvousTimeout(JOIN), LOST // 3, 3)
         assert isinstance(handler, NodeRendezvous)
         handler.spares, backend.key, backend.before_look = spares, key, handler._before_look
         return handler
@@ -90,7 +96,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def here(self) -> list[str]:
         """The hosts of all agents that give signs of life."""
-        return [node.addr.partition(" ")[2] for node in self._state_holder.state.last_heartbeats]
+        return [node.addr.split(" ")[1] for node in self._state_holder.state.last_heartbeats]
 
     def farewell(self) -> None:
         """Wait until all agents have seen that the rendezvous is closed: then its host may leave."""
@@ -105,16 +111,29 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next life that this agent is needed for. Raises RendezvousTimeoutError if agents are missing."""
+        until = time.monotonic() + self.stands_back
+        while not (self._is_complete or self.has_begun) and time.monotonic() < until:
+            super().num_nodes_waiting()  # looks
+            time.sleep(1.0)
         while True:
             try:
                 info = super().next_rendezvous()
             except RendezvousTimeoutError:
-                if self._is_complete or (self.has_begun and self.shrink == "wait"):  # nor has a spare a limit
+                waits = self.shrink == "wait" if self.has_begun else self.all_come
+                if waits or self._is_complete:  # nor has a spare a limit
                     continue
                 raise
-            self._had_ranks = True
-            self.settings.timeout._set_timeouts(join=self.patience)
+            self._begin()
             return info
+
+    def follow(self) -> None:
+        """In a pod, count this agent to those that had ranks: it had in the job before, or stood by."""
+        if self.all_come:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._had_ranks = True
+        self.settings.timeout._set_timeouts(join=self.patience)
 
     @property
     def has_begun(self) -> bool:

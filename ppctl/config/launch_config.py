@@ -68,16 +68,20 @@ class LaunchConfig:
     step_limit: str | None = key(None, TIME, known_as="--distributed-timeout-minutes")
     """Time limit without progress in later steps; none: ten times the slowest step so far, at least 2 minutes and at
     most the longest of the other limits."""
-    spares: int = key(0, not_negative(MOST_RANKS), options="-k --no-kill -K --kill-on-bad-exit", jobs="node slurm")
-    """`ppctl node`, SLURM: hosts beyond `nodes` that wait to take the place of one that is lost; more are refused."""
-    max_restarts: int = key(3, not_negative(MOST_RANKS), jobs="node slurm")
-    """`ppctl node`, SLURM: how often in a row ranks are started again without having done a step that was new."""
-    shrink: str = key("wait", one_of("wait", "requeue", "smaller"), jobs="node slurm")
-    """`ppctl node`, SLURM: what follows if a host is lost and none takes its place. `wait`: wait for one. `requeue`:
-    end with exit code 75 after `shrink_after`. `smaller`: go on then with what `ppctl plan --lost` plans for the hosts
-    left. No node comes into SLURM's job: it goes on smaller at once, or is requeued without the lost node."""
-    shrink_after: str = key("10m", TIME, jobs="node", needs="launch.shrink=requeue,smaller")
-    """`ppctl node`: how long to wait for a host in the place of a lost one before the run ends or goes on smaller."""
+    spares: int = key(
+        0, not_negative(MOST_RANKS), options="-k --no-kill -K --kill-on-bad-exit", jobs="node slurm kubernetes"
+    )
+    """`ppctl node`, jobs: hosts beyond `nodes` that wait to take the place of one that is lost; more are refused."""
+    max_restarts: int = key(3, not_negative(MOST_RANKS), jobs="node slurm kubernetes")
+    """`ppctl node`, jobs: how often in a row ranks are started again without having done a step that was new."""
+    shrink: str = key("wait", one_of("wait", "requeue", "smaller"), jobs="node slurm kubernetes")
+    """`ppctl node`, jobs: what follows if a host is lost and none takes its place. `wait`: wait for one. `requeue`: end
+    with exit code 75 after `shrink_after`; a JobSet is restarted. `smaller`: go on then with what `ppctl plan --lost`
+    plans for the hosts left. No node comes into SLURM's job: it goes on smaller at once, or is requeued without the
+    lost node."""
+    shrink_after: str = key("10m", TIME, jobs="node kubernetes", needs="launch.shrink=requeue,smaller")
+    """`ppctl node`, pods: how long to wait for a host in the place of a lost one before the run ends or goes on
+    smaller."""
     account: str | None = key(None, ONE_LINE, options="-A --account", jobs="slurm")
     """SLURM: the account that pays (sbatch --account)."""
     qos: str | None = key(None, ONE_LINE, options="-q --qos", jobs="slurm")

@@ -10,6 +10,6 @@
     slurm          SLURM's commands; kubernetes: a cluster's API
     trackers       whether TensorBoard and Weights & Biases can record a run
 
-A job of SLURM's runs `script` (its text: job.sbatch), on every node `enter`, in every task `rank`, then `leave`. Under
-Kubernetes each pod of `kubernetes_objects` runs `pod`, which does these.
+A job of SLURM's runs `script` (its text: job.sbatch), on every node `enter` and an agent, then `leave`. Under
+Kubernetes each pod of `kubernetes_objects` runs `pod`, which enters and starts an agent.
 """

@@ -1,6 +1,7 @@
 """The objects of a run in a Kubernetes cluster, as plain data: a JobSet, a ConfigMap and a Secret.
 
-    JobSet      one replicated job `node`, Indexed, a pod for each node, all at once; in each pod `ppctl.launch.pod`
+    JobSet      a replicated job `node`, Indexed, a pod for each node, all at once; in each pod `ppctl.launch.pod`; and
+                one more, `spare`, of pods that stand by. The JobSet succeeds and fails as `node` does
     ConfigMap   config.yaml, the plan and the command line, from which pod 0 makes the run directory on the volume
     Secret      the run's secret, by which its ranks know each other
 
@@ -20,7 +21,7 @@ from typing import Any
 import yaml
 
 from ppctl.config.mapping import to_mapping
-from ppctl.config.quantities import memory_bytes, seconds
+from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.hang.progress import seconds_to_leave
@@ -33,6 +34,7 @@ KIND: dict[str, Any] = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plur
 API = "jobset.x-k8s.io/v1alpha2"
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+FIRST_POD = f"jobset.sigs.k8s.io/replicatedjob-name=node,{INDEX_LABEL}=0"
 _FILES = "/etc/ppctl"
 
 
@@ -102,34 +104,45 @@ def _jobset(job: KubernetesJob) -> dict[str, Any]:
         metadata["labels"]["kueue.x-k8s.io/queue-name"] = settings.queue
     # What fails a job by a rule of its pods is settled. Else an index has no pod any more, or the rendezvous is gone.
     settled = {"name": "settled", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    jobs = [("node", _nodes(job, limit)), *[("spare", _spares(job))] * bool(job.config.launch.spares)]
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": _name(job)},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": ["node"]},
         "failurePolicy": {"maxRestarts": limit, "rules": [settled]},
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": _job_spec(job, limit)}}],
+        "replicatedJobs": [{"name": name, "replicas": 1, "template": {"spec": each}} for name, each in jobs],
     }
     return {"apiVersion": API, "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def _job_spec(job: KubernetesJob, limit: int) -> dict[str, Any]:
-    nodes, metadata = _machines(job)[0], {"labels": _labels(job)}
-    if job.config.launch.kubernetes.topology:
-        metadata["annotations"] = {"kueue.x-k8s.io/podset-required-topology": job.config.launch.kubernetes.topology}
-    rules = [
-        _on_exit("FailJob", 1, 2, 3, 4),  # what ppctl has decided: another pod would decide the same
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        _on_exit("Ignore", TERMINATED),  # it was told to go, and has saved
-        _on_exit("FailIndex", GO_ON),
-    ]
+def _nodes(job: KubernetesJob, limit: int) -> dict[str, Any]:
+    nodes = _machines(job)[0]
+    settled = _on_exit("FailJob", 1, 2, 3, 4)  # what ppctl has decided: another pod would decide the same
     return {
-        "completionMode": "Indexed",
-        "completions": nodes,
-        "parallelism": nodes,
+        **_indexed(job, nodes, 0, [settled, *_IGNORED, _on_exit("FailIndex", GO_ON)]),
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},  # a spare may have done the part of another
         "backoffLimit": nodes * limit,
         "backoffLimitPerIndex": limit,
         "maxFailedIndexes": 0,
+    }
+
+
+def _spares(job: KubernetesJob) -> dict[str, Any]:
+    """The Job of the pods that stand by. It never fails, since the JobSet would with it."""
+    return _indexed(job, job.config.launch.spares, _machines(job)[0], _IGNORED) | {"backoffLimit": 2**31 - 1}
+
+
+def _indexed(job: KubernetesJob, pods: int, first: int, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A Job's pods; `first` is the number of the run's nodes before them."""
+    metadata: dict[str, Any] = {"labels": _labels(job)}
+    if job.config.launch.kubernetes.topology:
+        metadata["annotations"] = {"kueue.x-k8s.io/podset-required-topology": job.config.launch.kubernetes.topology}
+    return {
+        "completionMode": "Indexed",
+        "completions": pods,
+        "parallelism": pods,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": rules},
-        "template": {"metadata": metadata, "spec": _pod_spec(job)},
+        "podFailurePolicy": {"rules": [*rules]},
+        "template": {"metadata": metadata, "spec": _pod_spec(job, first)},
     }
 
 
@@ -137,12 +150,18 @@ def _on_exit(action: str, *codes: int) -> dict[str, Any]:
     return {"action": action, "onExitCodes": {"containerName": "ppctl", "operator": "In", "values": list(codes)}}
 
 
-def _pod_spec(job: KubernetesJob) -> dict[str, Any]:
+_IGNORED = (
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    _on_exit("Ignore", TERMINATED),  # it was told to go, and has saved
+)
+
+
+def _pod_spec(job: KubernetesJob, first: int) -> dict[str, Any]:
     settings = job.config.launch.kubernetes
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace,
-        "containers": [_container(job)],
+        "containers": [_container(job, first)],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(memory_bytes(settings.shm))}},
@@ -156,13 +175,13 @@ def _pod_spec(job: KubernetesJob) -> dict[str, Any]:
     return spec
 
 
-def _container(job: KubernetesJob) -> dict[str, Any]:
+def _container(job: KubernetesJob, first: int) -> dict[str, Any]:
     launch, settings = job.config.launch, job.config.launch.kubernetes
     container: dict[str, Any] = {
         "name": "ppctl",
         "image": settings.image,
         "command": [_literal(launch.python or "python3"), "-m", "ppctl.launch.pod"],
-        "args": [_literal(_run(job)), "--code", job.code, "--files", _FILES],
+        "args": [_literal(_run(job)), "--code", job.code, "--files", _FILES, "--first", str(first)],
         "env": list(_environment(job)),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
@@ -194,14 +213,11 @@ def _limits(job: KubernetesJob) -> Iterator[tuple[str, str]]:
 
 
 def _environment(job: KubernetesJob) -> Iterator[dict[str, Any]]:
-    """Variables as a TrainJob of Kubeflow's has them: torchrun reads them in place of its options."""
+    """The place of the pod's agent, as a TrainJob of Kubeflow's tells torchrun; and the run's secret."""
     values = {
-        "PET_NNODES": _machines(job)[0],
-        "PET_NPROC_PER_NODE": _machines(job)[1],
+        "PET_NNODES": _machines(job)[0] + job.config.launch.spares,
         "PET_MASTER_ADDR": f"{_name(job)}-node-0-0.{_name(job)}",
         "PET_MASTER_PORT": 29500,
-        "PET_RDZV_ID": _name(job),
-        "PET_RDZV_CONF": f"timeout={seconds(job.config.launch.start_limit):.0f}",
     }
     yield from ({"name": name, "value": str(value)} for name, value in values.items())
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_LABEL}']"}}

@@ -120,8 +120,8 @@ def settings_of_others(config: RunConfig, arguments: Sequence[str], system: str 
     names = f"{', '.join(foreign)} {'takes' if len(foreign) == 1 else 'take'} effect"
     if all("node" in jobs.split() for jobs in foreign.values()):
         remedy = f"ppctl node --rendezvous HOST:29500 {retyped(arguments)}"
-        where = "with `ppctl node` only" if others == ["node"] else "with `ppctl node` and in submitted jobs only"
-        return [Problem("PP-E629", f"{names} {where}", remedy, "launch")]
+        jobs = " and in submitted jobs" if len(others) > 2 else f" and in jobs of {others[-1]}" * (others != ["node"])
+        return [Problem("PP-E629", f"{names} with `ppctl node`{jobs} only", remedy, "launch")]
     on = "kubernetes" if "kubernetes" in (system, others[0]) else "slurm"
     kept = [word for word in arguments if system != on or word.partition("=")[0] not in foreign]
     where = f"jobs of {' and '.join(others)} only" if system in ("slurm", "kubernetes") else "a submitted job only"

@@ -26,7 +26,7 @@ LAST_LINES = 2.0
 def become_worker(started: Started, *arguments: str, environment: Mapping[str, str] | None = None) -> NoReturn:
     """Replace this process by `python -m ppctl.rank.worker` with `arguments`, as the rank that it was started as.
 
-    The arguments are `--publish DIR`, `--join`, `--submitted DIR` or `--refuse CODE`; `environment` is `launch.env`.
+    The arguments are `--publish DIR`, `--join` or `--refuse CODE`; `environment` is `launch.env`.
     SIGTERM and SIGUSR1, which mean "save and leave", stay blocked until the worker handles them: none is lost while it
     starts.
     """

@@ -1,11 +1,10 @@
 """The program of one rank, in the order in which it happens.
 
-    python -m ppctl.rank.worker --run DIR        started by ppctl's launcher: config and plan are in the run directory
-    python -m ppctl.rank.worker --submitted DIR  the same in a job of SLURM's, if no launcher of ppctl's watches
-    python -m ppctl.rank.worker --publish DIR    rank 0 of another launcher's ranks: gives config and plan to the others
-    python -m ppctl.rank.worker --join           every other such rank
-        --json                                   rank 0 prints one object on stdout, and all else on stderr
-    python -m ppctl.rank.worker --refuse CODE    rank 0 has printed what is wrong: all ranks exit with CODE
+    python -m ppctl.rank.worker --run DIR      started by ppctl's launcher: config and plan are in the run directory
+    python -m ppctl.rank.worker --publish DIR  rank 0 of another launcher's ranks: gives config and plan to the others
+    python -m ppctl.rank.worker --join         every other such rank
+        --json                                 rank 0 prints one object on stdout, and all else on stderr
+    python -m ppctl.rank.worker --refuse CODE  rank 0 has printed what is wrong: all ranks exit with CODE
 
 Config and plan arrive composed: no rank imports Hydra.
 """
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     phases.add("import", process_age())
     own = OwnRank.from_environment()
     watched = arguments.run is not None
-    directory = arguments.run or arguments.submitted or arguments.publish
+    directory = arguments.run or arguments.publish
     answers = keep_stdout() if arguments.json else None
     run, plan = None if directory is None else RunDir(directory), None
     with ExitStack() as at_end:
@@ -129,7 +128,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ppctl.rank.worker", description="One rank; started by a launcher.")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--run", type=Path, metavar="DIR")
-    how.add_argument("--submitted", type=Path, metavar="DIR")
     how.add_argument("--publish", type=Path, metavar="DIR")
     how.add_argument("--join", action="store_true")
     how.add_argument("--refuse", type=int, metavar="CODE")

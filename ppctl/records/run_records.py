@@ -68,11 +68,11 @@ class Environment(TypedDict, total=False):
 
 
 class Job(TypedDict, total=False):
-    """job.json. Number and cluster become arguments of SLURM's commands, or name a JobSet and its namespace."""
+    """job.json. Number and cluster become arguments of SLURM's commands; or a JobSet's name and NAMESPACE@CONTEXT."""
 
     job: Annotated[str, re.compile(r"[0-9]{1,20}(_[0-9]{1,6})?|ppctl-[a-z0-9-]{1,40}")]
     code: Annotated[str, re.compile(r"[a-z0-9]{1,16}")]
-    cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}", re.ASCII)]
+    cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}(@[^\x00-\x1f\x7f]{1,253})?", re.ASCII)]
 
 
 def _is_a_row(row: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +86,11 @@ def _of_a_jobset(made: dict[str, Any]) -> Iterator[str]:
         yield "startupPolicy and dependsOn exclude each other"
     if not LABEL.fullmatch(spec["network"]["subdomain"]):
         yield "the subdomain is the name of a service"
-    yield from _of_failures(spec["failurePolicy"]["rules"], [each["name"] for each in spec["replicatedJobs"]])
+    names = [each["name"] for each in spec["replicatedJobs"]]
+    yield from _of_failures(spec["failurePolicy"]["rules"], names)
+    success = spec.get("successPolicy", {"operator": "All"})
+    if success["operator"] not in ("All", "Any") or not set(success.get("targetReplicatedJobs", ())) <= set(names):
+        yield "the success policy names an operator and replicated jobs"
     for each in spec["replicatedJobs"]:
         job = each["template"]["spec"]
         last = f"{name}-{each['name']}-{each['replicas'] - 1}-{job['completions'] - 1}-abcde"
@@ -120,6 +124,7 @@ def _of_a_job(job: dict[str, Any]) -> Iterator[str]:
         "maxFailedIndexes" in job and "backoffLimitPerIndex" not in job
     ):
         yield "maxFailedIndexes needs backoffLimitPerIndex, and is at most completions"
+    yield from _of_success(job.get("successPolicy", {"rules": ()})["rules"], job["completions"] if indexed else 0)
     containers = {each["name"] for each in pod["containers"]}
     for rule in job.get("podFailurePolicy", {}).get("rules", ()):
         if len({"onExitCodes", "onPodConditions"} & rule.keys()) != 1:
@@ -133,6 +138,13 @@ def _of_a_job(job: dict[str, Any]) -> Iterator[str]:
         if codes["containerName"] not in containers:
             yield "a rule names a container"
     yield from _of_a_pod(pod)
+
+
+def _of_success(rules: Iterable[dict[str, Any]], completions: int) -> Iterator[str]:
+    for rule in rules:
+        indexes = re.fullmatch(r"([0-9]+)(-[0-9]+)?", rule.get("succeededIndexes", "0"))
+        if not rule or indexes is None or int(indexes[1]) >= completions:
+            yield "a success policy needs Indexed, and indexes or a count"
 
 
 def _of_a_pod(pod: dict[str, Any]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 A pod is the process tree of its container's command, with the manifest's variables. What a machine would give it is
 made up: its host name, the ConfigMap's files in a directory of their own, and the rendezvous' name and port, which are
-this machine's. Objects are refused as `cluster_rules` says.
+this machine's. Objects are refused as `cluster_rules` says, and its API server is `fake_api`.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
-from cluster_rules import immutable_fields, problems
+from cluster_rules import immutable_fields
 from command import environment, free_port
+from fake_api import Handler, kubeconfig
 
 _LOOK = 0.05
-_NAMESPACE = "team-a"
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Pod:
     name: str
     uid: str
     index: int
+    part: str
+    """The replicated job: `node` or `spare`."""
     jobset: str
     spec: dict[str, Any]
     log: Path
@@ -54,6 +57,7 @@ class Pod:
         """The pod as the API shows it."""
         labels = {
             "jobset.sigs.k8s.io/jobset-name": self.jobset,
+            "jobset.sigs.k8s.io/replicatedjob-name": self.part,
             "batch.kubernetes.io/job-completion-index": str(self.index),
         }
         unmet = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": self.why}]
@@ -62,14 +66,14 @@ class Pod:
             "metadata": {"name": self.name, "uid": self.uid, "labels": labels, "creationTimestamp": began},
             "spec": {
                 "containers": self.spec["containers"],
-                **({} if self.why else {"nodeName": f"machine-{self.index}"}),
+                **({} if self.why else {"nodeName": f"machine-{self.part}-{self.index}"}),
             },
             "status": {"phase": self.phase, **({"conditions": unmet} if self.why else {})},
         }
 
 
 class Cluster:
-    """A cluster of this machine; `unschedulable` are the indexes that no machine has room for."""
+    """A cluster of this machine; `unschedulable` are the nodes' indexes that no machine has room for."""
 
     def __init__(self, home: Path, **variables: str) -> None:
         self.home, self.variables = home, variables
@@ -77,14 +81,14 @@ class Cluster:
         self.pods: list[Pod] = []
         self.gone: list[Pod] = []
         """Pods that were replaced or deleted, with their ends."""
-        self.failures: dict[int, int] = {}
+        self.failures: dict[tuple[str, int], int] = {}
         self.unschedulable: set[int] = set()
         self.lock = threading.RLock()
-        self._port = free_port()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Bound", (_Handler,), {"cluster": self}))
+        self._port = _quiet_port()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Bound", (Handler,), {"cluster": self}))
         self._over = threading.Event()
         self.kubeconfig = home / "kubeconfig"
-        self.kubeconfig.write_text(json.dumps(_kubeconfig(self._server.server_port)))
+        self.kubeconfig.write_text(json.dumps(kubeconfig(self._server.server_port)))
 
     def __enter__(self) -> Cluster:
         for work in (self._server.serve_forever, self._reconcile):
@@ -100,14 +104,15 @@ class Cluster:
 
     # What happens to pods
 
-    def running(self, index: int) -> Pod | None:
+    def running(self, index: int, part: str = "node") -> Pod | None:
         """The pod of an index that runs."""
         with self.lock:
-            return next((pod for pod in self.pods if pod.index == index and pod.phase == "Running"), None)
+            own = (pod for pod in self.pods if (pod.part, pod.index, pod.phase) == (part, index, "Running"))
+            return next(own, None)
 
-    def kill(self, index: int) -> None:
+    def kill(self, index: int, part: str = "node") -> None:
         """Lose the machine of a pod: all its processes are gone at once."""
-        pod = self.running(index)
+        pod = self.running(index, part)
         assert pod is not None
         with self.lock:
             self._kill(pod)
@@ -119,6 +124,13 @@ class Cluster:
                 if pod.name == name:
                     pod.disrupted = True
                     self._end(pod)
+
+    def change_context(self) -> None:
+        """Have the kubeconfig's current context lead elsewhere."""
+        known = json.loads(self.kubeconfig.read_text())
+        known["clusters"].append({"name": "d", "cluster": {"server": f"http://127.0.0.1:{free_port()}"}})
+        known["contexts"].append({"name": "y", "context": {"cluster": "d", "user": "u"}})
+        self.kubeconfig.write_text(json.dumps(known | {"current-context": "y"}))
 
     def suspend(self, job: str, value: bool) -> None:
         """Do as Kueue does: hold or admit a JobSet."""
@@ -134,9 +146,19 @@ class Cluster:
             found = self.objects.get(("jobsets", job), {}).get("status", {}).get("conditions", ())
             return next((each["type"] for each in found), "")
 
-    def ends_of(self, index: int) -> list[int | None]:
+    def ends_of(self, index: int, part: str = "node") -> list[int | None]:
         """The exit codes of the pods of an index that are no more."""
-        return [pod.code for pod in self.gone if pod.index == index]
+        return [pod.code for pod in self.gone if (pod.part, pod.index) == (part, index)]
+
+    def ranks(self, index: int, part: str = "node") -> dict[int, int]:
+        """The processes of a pod's ranks: whose stderr is a rank's log has become that rank."""
+        pod, found = self.running(index, part), dict[int, int]()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if pod is not None and _mark(pod) in (process / "environ").read_bytes().split(b"\0"):
+                    log = re.search(r"/rank-(\d+)\.log", os.readlink(process / "fd/2"))
+                    found |= {int(log[1]): int(process.name)} if log else {}
+        return found
 
     # Controllers
 
@@ -148,7 +170,6 @@ class Cluster:
                         self._jobset(name, self.objects[kind, name])
 
     def _jobset(self, name: str, jobset: dict[str, Any]) -> None:
-        job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
         own = [pod for pod in self.pods if pod.jobset == name]
         for pod in own:
             self._look_at(pod)
@@ -156,13 +177,38 @@ class Cluster:
             return
         if "deletionTimestamp" in jobset["metadata"] or jobset["spec"].get("suspend"):
             self._empty(name, own, deleted="deletionTimestamp" in jobset["metadata"])
-        elif all(self._failed(pod, jobset, job) for pod in own if pod.phase == "Failed"):
-            if len([pod for pod in own if pod.phase == "Succeeded"]) == job["completions"]:
-                self._conclude(jobset, "Completed", "AllJobsCompleted")
-            for index in set(range(job["completions"])) - {pod.index for pod in self.pods if pod.jobset == name}:
-                self.pods.append(self._new(name, index, job["template"]["spec"]))
-            for pod in [pod for pod in self.pods if pod.jobset == name and pod.phase == "Pending"]:
+            return
+        parts, complete = jobset["spec"]["replicatedJobs"], set[str]()
+        for part in parts:
+            state = self._job(name, jobset, part)
+            if state is None:
+                return
+            complete |= {part["name"]} if state else set()
+        policy = jobset["spec"].get("successPolicy", {"operator": "All"})
+        assert policy["operator"] == "All"
+        if set(policy.get("targetReplicatedJobs") or [part["name"] for part in parts]) <= complete:
+            self._conclude(jobset, "Completed", "AllJobsCompleted")
+
+    def _job(self, name: str, jobset: dict[str, Any], part: dict[str, Any]) -> bool | None:
+        """Follow the rules of one Job; returns whether it is complete, None if it has failed."""
+        job = part["template"]["spec"]
+        own = [pod for pod in self.pods if (pod.jobset, pod.part) == (name, part["name"])]
+        succeeded, every = {pod.index for pod in own if pod.phase == "Succeeded"}, set(range(job["completions"]))
+        enough = [{int(rule["succeededIndexes"])} for rule in job.get("successPolicy", {}).get("rules", ())]
+        if any(wanted <= succeeded for wanted in [every, *enough]):
+            for pod in own:
+                self._end(pod)  # what its success policy makes superfluous
+            return not any(pod.phase == "Running" for pod in own)
+        if not all(self._failed(pod, jobset, job) for pod in own if pod.phase == "Failed"):
+            return None
+        own = [pod for pod in self.pods if (pod.jobset, pod.part) == (name, part["name"])]
+        for index in every - {pod.index for pod in own}:
+            own.append(self._new(name, part["name"], index, job["template"]["spec"]))
+            self.pods.append(own[-1])
+        for pod in own:
+            if pod.phase == "Pending":
                 self._start(pod)
+        return False
 
     def _empty(self, name: str, own: list[Pod], *, deleted: bool) -> None:
         """End a job's pods, and with the last of a deleted JobSet all that it owns."""
@@ -184,8 +230,11 @@ class Cluster:
             self._conclude(jobset, "Failed", "FailJobSet", message)
             return False
         if action == "Count":
-            self.failures[pod.index] = self.failures.get(pod.index, 0) + 1
-        if action == "FailIndex" or self.failures.get(pod.index, 0) > job["backoffLimitPerIndex"]:
+            self.failures[pod.part, pod.index] = self.failures.get((pod.part, pod.index), 0) + 1
+        failed = sum(count for (part, _), count in self.failures.items() if part == pod.part)
+        of_index = self.failures.get((pod.part, pod.index), 0)
+        per_index = job.get("backoffLimitPerIndex", job["backoffLimit"])
+        if action == "FailIndex" or of_index > per_index or failed > job["backoffLimit"]:
             self._restart(jobset)
             return False
         return True
@@ -214,13 +263,14 @@ class Cluster:
 
     # The kubelet
 
-    def _new(self, job: str, index: int, spec: dict[str, Any]) -> Pod:
+    def _new(self, job: str, part: str, index: int, spec: dict[str, Any]) -> Pod:
         uid = uuid.uuid4().hex
-        name = f"{job}-node-0-{index}-{uid[:5]}"
-        return Pod(name, uid, index, job, spec, self.home / f"{name}.log")
+        name = f"{job}-{part}-0-{index}-{uid[:5]}"
+        return Pod(name, uid, index, part, job, spec, self.home / f"{name}.log")
 
     def _start(self, pod: Pod) -> None:
-        pod.why = "0/2 nodes are available: insufficient nvidia.com/gpu" if pod.index in self.unschedulable else ""
+        full = pod.part == "node" and pod.index in self.unschedulable
+        pod.why = "0/2 nodes are available: insufficient nvidia.com/gpu" if full else ""
         files, secret = (self.objects.get((kind, pod.jobset)) for kind in ("configmaps", "secrets"))
         if pod.why or files is None or secret is None:
             return
@@ -238,7 +288,7 @@ class Cluster:
         ]
         variables = {each["name"]: _value(each, pod, secret) for each in container["env"]}
         variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(self._port)}
-        made_up = {"SLURMD_NODENAME": pod.name, "POD_UID": pod.uid}
+        made_up = {"SLURMD_NODENAME": pod.name.rpartition("-")[0], "POD_UID": pod.uid}  # a host's name is its index's
         with open(pod.log, "wb") as log:
             pod.process = subprocess.Popen(
                 words, cwd=place, env=environment(**self.variables) | variables | made_up,
@@ -266,11 +316,22 @@ class Cluster:
             pod.phase = "Failed"
 
     def _kill(self, pod: Pod) -> None:
-        mark = f"POD_UID={pod.uid}".encode()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if mark in (process / "environ").read_bytes().split(b"\0"):
+                if _mark(pod) in (process / "environ").read_bytes().split(b"\0"):
                     os.kill(int(process.name), signal.SIGKILL)
+
+
+def _quiet_port() -> int:
+    """A free port below those that the kernel gives: before pod 0 listens there, no other process does."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")
+
+
+def _mark(pod: Pod) -> bytes:
+    return f"POD_UID={pod.uid}".encode()
 
 
 def _fits(rule: dict[str, Any], pod: Pod) -> bool:
@@ -286,101 +347,3 @@ def _value(variable: dict[str, Any], pod: Pod, secret: dict[str, Any]) -> str:
         return str(secret["stringData"][variable["valueFrom"]["secretKeyRef"]["key"]])
     assert variable["valueFrom"]["fieldRef"]["fieldPath"].endswith("job-completion-index']")
     return str(pod.index)
-
-
-def _kubeconfig(port: int) -> dict[str, Any]:
-    cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}
-    context = {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": _NAMESPACE}}
-    head = {"apiVersion": "v1", "kind": "Config", "current-context": "x", "clusters": [cluster], "contexts": [context]}
-    return {**head, "users": [{"name": "u", "user": {"token": "t"}}]}
-
-
-_PLACE = re.compile(
-    rf"/(api/v1|apis/jobset\.x-k8s\.io/v1alpha2)/namespaces/{_NAMESPACE}/([a-z]+)(?:/([^/]+))?(?:/([a-z]+))?"
-)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """The requests of `launch/kubernetes.py`, and no others."""
-
-    cluster: Cluster
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _answer(self, code: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def _refuse(self, code: int, message: str) -> None:
-        self._answer(code, {"kind": "Status", "status": "Failure", "message": message, "code": code})
-
-    def _asked(self) -> tuple[str, str, str, dict[str, list[str]]]:
-        parts = urlsplit(self.path)
-        match = _PLACE.fullmatch(parts.path)
-        kind, name, below = (match[2], match[3] or "", match[4] or "") if match else ("", "", "")
-        return kind, name, below, parse_qs(parts.query)
-
-    def do_POST(self) -> None:
-        made = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        kind, name, below, _ = self._asked()
-        if below == "eviction":
-            self.cluster.evict(name)
-            self._answer(201, {"kind": "Status", "status": "Success"})
-            return
-        wrong, key = problems(made), (kind, made["metadata"]["name"])
-        with self.cluster.lock:
-            if wrong:
-                self._refuse(422, f"{made['kind']} is invalid: {'; '.join(wrong)}")
-            elif key in self.cluster.objects:
-                self._refuse(409, f"{kind} {key[1]} already exists")
-            elif kind not in ("jobsets", "configmaps", "secrets"):
-                self._refuse(404, "the server could not find the requested resource")
-            else:
-                made["metadata"]["uid"] = uuid.uuid4().hex
-                self.cluster.objects[key] = made
-                self._answer(201, made)
-
-    def do_GET(self) -> None:
-        kind, name, below, query = self._asked()
-        if below == "log":
-            self._log(name, follow="true" in query.get("follow", [""])[0].lower())
-            return
-        with self.cluster.lock:
-            if kind == "pods":
-                wanted = dict(each.split("=") for each in query["labelSelector"][0].split(","))
-                every = [pod.to_json() for pod in self.cluster.pods]
-                listed = [pod for pod in every if wanted.items() <= pod["metadata"]["labels"].items()]
-                self._answer(200, {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": listed})
-            elif (kind, name) in self.cluster.objects:
-                self._answer(200, self.cluster.objects[kind, name])
-            else:
-                self._refuse(404, f"{kind} {name} not found")
-
-    def do_DELETE(self) -> None:
-        kind, name, _, _ = self._asked()
-        with self.cluster.lock:
-            found = self.cluster.objects.get((kind, name))
-            if found is None:
-                self._refuse(404, f"{kind} {name} not found")
-                return
-            found["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-            found["status"] = {}
-            self._answer(200, found)
-
-    def _log(self, name: str, *, follow: bool) -> None:
-        pod = next(pod for pod in self.cluster.pods if pod.name == name)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain")
-        self.end_headers()
-        with open(pod.log, "rb") as log:
-            while True:
-                ended = pod.phase != "Running"
-                self.wfile.write(log.read())
-                if ended or not follow:
-                    return
-                time.sleep(_LOOK)

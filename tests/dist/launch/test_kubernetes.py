@@ -63,6 +63,11 @@ class Run:
         self.until(lambda: self.cluster.condition(self.job), "the end")
         assert self.cluster.condition(self.job) == kind, self.log()
 
+    def lives(self) -> list[dict[str, Any]]:
+        """The records of the run's starts."""
+        found: list[dict[str, Any]] = json.loads((self.run / "env.json").read_text())["starts"]
+        return found
+
     def numbers(self) -> list[tuple[object, ...]]:
         return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(self.run)]
 
@@ -85,8 +90,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, 
 
 
 def test_a_run_in_pods_has_the_losses_of_one_machine(tmp_path: Path, undisturbed: list[tuple[object, ...]]) -> None:
+    """Its commands ask the cluster that it was submitted to, whatever the current context is meanwhile."""
     with Cluster(tmp_path) as cluster:
         run = Run(cluster, tmp_path)
+        cluster.change_context()
         run.ends()
         assert run.numbers() == undisturbed
         assert (run.status()["state"], run.status()["job"]["state"]) == ("finished", "COMPLETED")
@@ -94,6 +101,18 @@ def test_a_run_in_pods_has_the_losses_of_one_machine(tmp_path: Path, undisturbed
         assert "secret" not in (run.told / "submit.yaml").read_text().replace("secretKeyRef", "").replace(
             "key: secret", ""
         )
+        assert cluster.gone == [] and len(run.lives()) == 1
+
+
+@pytest.mark.whole
+def test_a_rank_that_dies_starts_again_in_its_pod(tmp_path: Path, undisturbed: list[tuple[object, ...]]) -> None:
+    """Killed in its sixteenth step: the next life has no sixteenth."""
+    with Cluster(tmp_path, PPCTL_FAULT="kill 1 15 1B0") as cluster:
+        run = Run(cluster, tmp_path, "checkpoint.interval=3")
+        run.ends()
+        assert run.numbers() == undisturbed
+        _, second = run.lives()
+        assert (second["step"], second["why"]) == (15, "rank 1: killed by signal 9 (SIGKILL)")
         assert cluster.gone == []
 
 
@@ -110,6 +129,27 @@ def test_a_pod_that_is_gone_is_made_again_and_the_other_lives_on(
     assert run.numbers() == undisturbed
     assert slow.ends_of(index) == [137] and slow.ends_of(1 - index) == []
     assert other is not None and other.phase == "Succeeded"
+    assert len(run.lives()) == 2
+
+
+@pytest.mark.whole
+def test_a_spare_takes_the_place_of_a_pod_that_no_machine_has_room_for(
+    slow: Cluster, tmp_path: Path, undisturbed: list[tuple[object, ...]]
+) -> None:
+    """The death of a spare disturbs nobody, and the JobSet is complete though an index of it is not."""
+    run = Run(slow, tmp_path, "checkpoint.interval=3", "launch.spares=1")
+    run.until(lambda: run.steps() >= 3 and slow.running(0, "spare"), "step 3")
+    slow.kill(0, "spare")
+    run.until(lambda: slow.ends_of(0, "spare") and slow.running(0, "spare"), "another spare")
+    slow.unschedulable = {1}
+    slow.kill(1)
+    run.until(lambda: slow.ranks(0, "spare"), "the spare's ranks")
+    assert [*slow.ranks(0, "spare")] == [1]
+    run.ends()
+    assert run.numbers() == undisturbed
+    assert slow.ends_of(0, "spare") == [137] and slow.ends_of(0) == [] and len(run.lives()) == 2
+    assert "spare-0-0 takes its place" in run.lives()[1]["why"]
+    run.until(lambda: not any(pod.phase == "Running" for pod in slow.pods), "the end of the spare")
 
 
 @pytest.mark.whole
@@ -160,18 +200,39 @@ def test_a_pod_without_a_place_is_told_and_the_job_can_be_cancelled(slow: Cluste
 
 
 @pytest.mark.whole
-def test_without_the_rendezvous_the_others_have_the_jobset_restarted(
-    slow: Cluster, tmp_path: Path, undisturbed: list[tuple[object, ...]]
+@pytest.mark.parametrize(
+    ("gone", "words"), [(0, ["launch.start_limit=20s"]), (1, ["launch.shrink=requeue", "launch.shrink_after=5s"])]
+)
+def test_without_the_rendezvous_or_with_requeue_without_a_pod_the_jobset_is_restarted(
+    gone: int, words: list[str], slow: Cluster, tmp_path: Path, undisturbed: list[tuple[object, ...]]
 ) -> None:
-    run = Run(slow, tmp_path, "launch.start_limit=10s", "checkpoint.interval=3")
+    run = Run(slow, tmp_path, "checkpoint.interval=3", *words)
     run.until(lambda: run.steps() >= 5, "step 5")
-    slow.unschedulable = {0}
-    slow.kill(0)
+    slow.unschedulable = {gone}
+    slow.kill(gone)
     run.until(lambda: slow.objects["jobsets", run.job].get("status", {}).get("restarts"), "a restart")
-    assert 76 in slow.ends_of(1)
+    assert 76 in slow.ends_of(1 - gone)
     slow.unschedulable = set()
     run.ends()
     assert run.numbers() == undisturbed
+
+
+@pytest.mark.whole
+def test_on_fewer_pods_a_run_goes_on_in_another_cut_and_a_pod_that_comes_later_stands_by(
+    slow: Cluster, tmp_path: Path, undisturbed: list[tuple[object, ...]]
+) -> None:
+    run = Run(slow, tmp_path, "pp=1", "checkpoint.interval=3", "launch.shrink=smaller", "launch.shrink_after=5s")
+    run.until(lambda: run.steps() >= 5, "step 5")
+    slow.unschedulable = {1}
+    slow.kill(1)
+    run.until(lambda: len(run.lives()) == 2, "a life on one pod")
+    slow.unschedulable = set()
+    run.until(lambda: slow.running(1), "pod 1")
+    run.ends()
+    assert [len(life["nodes"]) for life in run.lives()] == [2, 1]
+    assert [row[0] for row in run.numbers()] == [row[0] for row in undisturbed]
+    assert [row[1] for row in run.numbers()] == pytest.approx([row[1] for row in undisturbed], rel=1e-6)
+    assert slow.ends_of(1) == [137] and "1 of 2 nodes go on with" in run.log()
 
 
 @pytest.mark.whole

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _NodeDescGenerator
 
 from ppctl.agent.rendezvous import NodeRendezvous
 from ppctl.errors import TrainingError
@@ -75,6 +76,47 @@ def test_the_host_of_the_store_comes_first_and_a_full_life_needs_nobody() -> Non
     second, first = agent(store, "1 a"), agent(store, "0 z")
     assert meet(second, first) == [1, 0]
     assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (0, 0)
+
+
+def test_the_successor_of_a_lost_pod_is_another_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container it has the name and the process's number of the one before."""
+    store, alike = HashStore(), []
+    for _ in range(2):
+        monkeypatch.setattr(NodeRendezvous, "_node_desc_generator", _NodeDescGenerator())
+        alike.append(agent(store, "1 node-1")._this_node)
+    assert alike[0] != alike[1]
+    assert [node.addr.split()[:2] for node in alike] == [["1", "node-1"]] * 2
+
+
+def test_in_pods_the_first_meeting_has_no_limit() -> None:
+    store = HashStore()
+    patient, late = agent(store, "0 node-0"), agent(store, "1 node-1")
+    patient.all_come = True
+    patient.settings.timeout._set_timeouts(join=timedelta(seconds=1))
+    found: list[int] = []
+    waits = threading.Thread(target=lambda: found.append(patient.next_rendezvous().rank), daemon=True)
+    waits.start()
+    waits.join(3)
+    assert waits.is_alive()
+    assert late.next_rendezvous().rank == 1
+    waits.join(30)
+    assert found == [0]
+
+
+def test_a_spare_lets_the_nodes_meet_first_and_takes_the_place_of_one_that_does_not_come() -> None:
+    store = HashStore()
+    spare, first, late = agent(store, "2 spare"), agent(store, "0 node-0"), agent(store, "1 node-1")
+    spare.stands_back = 30.0
+    threads = [threading.Thread(target=each.next_rendezvous, daemon=True) for each in (spare, first)]
+    for thread in threads:
+        thread.start()
+        thread.join(1)
+    assert late.next_rendezvous().rank == 1
+    assert spare._this_node not in late._state_holder.state.participants
+    others = HashStore()
+    spare, first = agent(others, "2 spare"), agent(others, "0 node-0")
+    spare.stands_back = 1.0
+    assert meet(spare, first) == [1, 0]
 
 
 def test_an_agent_that_goes_calls_the_others_even_if_nobody_waits() -> None:

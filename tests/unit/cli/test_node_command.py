@@ -99,7 +99,8 @@ def test_what_cannot_run_on_these_hosts_is_refused_before_anything_is_made(
     [
         (["train"], ["launch.spares=1"], "takes effect with `ppctl node` and in submitted jobs only"),
         (["train"], ["launch.max_restarts=5"], "takes effect with `ppctl node` and in submitted jobs only"),
-        (["submit", "--dry-run"], ["launch.shrink=smaller", "launch.shrink_after=1m"], "effect with `ppctl node` only"),
+        (["submit", "--dry-run"], ["launch.shrink=smaller", "launch.shrink_after=1m"],
+         "launch.shrink_after takes effect with `ppctl node` and in jobs of kubernetes only"),
     ],
 )  # fmt: skip
 def test_other_commands_refuse_what_only_agents_act_on(

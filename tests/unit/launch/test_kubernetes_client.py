@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from fake_api import kubeconfig
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config import kube_config
 
 from ppctl.cli.jobs import combined_state
 from ppctl.errors import ConfigError
 from ppctl.launch import kubernetes, slurm
+from ppctl.launch.environment import Started
+from ppctl.launch.planning import planned
+from ppctl.launch.run_directory import Launch, new_run
 from ppctl.launch.slurm import JobState
 
 
@@ -25,6 +35,55 @@ def test_without_a_configured_cluster_the_error_says_so(tmp_path: Path, monkeypa
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match="PP-E660: no cluster is configured here"):
         kubernetes.state("ppctl-1", "default")
+
+
+def test_a_runs_context_is_asked_whichever_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of several files, as KUBECONFIG may name them."""
+    known = kubeconfig(1)
+    second = {"clusters": [{"name": "d", "cluster": {"server": "http://127.0.0.1:2"}}], "users": known["users"]}
+    second["contexts"] = [{"name": "a/b:6443/u", "context": {"cluster": "d", "user": "u"}}]
+    for name, each in (("first", known), ("second", second)):
+        (tmp_path / name).write_text(json.dumps(each))
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
+    assert kubernetes._place() == (client, "team-a", "@x")
+    assert client.Configuration.get_default_copy().host == "http://127.0.0.1:1"
+    assert kubernetes._place("runs@a/b:6443/u") == (client, "runs", "@a/b:6443/u")
+    assert client.Configuration.get_default_copy().host == "http://127.0.0.1:2"
+    with pytest.raises(ConfigError, match="PP-E660"):
+        kubernetes._place("runs@gone")
+
+
+def test_a_submission_that_is_cut_off_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name and its cluster are known before the first object is made."""
+    words = ["launch.kubernetes.image=none", "launch.kubernetes.claim=runs", f"log.dir={tmp_path}"]
+    composed, plan, _ = planned(["+recipe=quickstart", "launch.device=cpu", "launch.target=kubernetes", *words])
+    run = new_run(Launch(composed.config, plan, "ppctl submit"), Started("person"))
+
+    def cut(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    api = SimpleNamespace(create_namespaced_custom_object=cut)
+    place = SimpleNamespace(CustomObjectsApi=lambda: api), "team-a", "@x"
+    monkeypatch.setattr(kubernetes, "_place", lambda cluster="": place)
+    with pytest.raises(KeyboardInterrupt):
+        kubernetes.submit(run)
+    assert (run.job()["job"], run.job()["cluster"]) == (f"ppctl-{run.id}", "team-a@x")
+
+
+def test_an_object_that_is_going_is_made_again_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [409, 409, "made"]
+
+    def create(_request_timeout: float) -> Any:
+        answer = answers.pop(0)
+        if answer == 409:
+            raise ApiException(status=409, reason="Conflict")
+        return answer
+
+    monkeypatch.setattr(kubernetes, "_PAUSE", 0.0)
+    assert kubernetes._ask("create it", create, may_exist=True) == "made"
+    answers[:] = [409]
+    with pytest.raises(ConfigError, match="PP-E661: the cluster refused to create it: 409 Conflict"):
+        kubernetes._ask("create it", create)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ FULL = (
     'launch.kubernetes.labels=["team=speech"]', "launch.kubernetes.rdma=rdma/hca=8", "launch.kubernetes.ipc_lock=true",
     "launch.kubernetes.cpus=32", "launch.kubernetes.memory=100GiB", "launch.kubernetes.shm=16GiB",
     "launch.kubernetes.mount=/data/runs", "launch.python=/opt/ppctl/bin/python", "launch.max_requeues=3",
-    "launch.code=live",
+    "launch.code=live", "launch.spares=2",
 )  # fmt: skip
 
 
@@ -40,8 +40,8 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, A
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
 
-def pod_of(jobset: dict[str, Any]) -> dict[str, Any]:
-    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+def pod_of(jobset: dict[str, Any], part: int = 0) -> dict[str, Any]:
+    return jobset["spec"]["replicatedJobs"][part]["template"]["spec"]["template"]
 
 
 @pytest.mark.parametrize("words", [CPU, TWO, FULL], ids=["cpu", "gpu", "all keys"])
@@ -58,6 +58,8 @@ BROKEN = {
     "spec.replicatedJobs.0.template.spec.parallelism": "2",
     "spec.replicatedJobs.0.template.spec.podFailurePolicy.rules.0.onExitCodes.values": [4, 2],
     "spec.replicatedJobs.0.template.spec.podFailurePolicy.rules.0.onExitCodes.containerName": "other",
+    "spec.replicatedJobs.0.template.spec.successPolicy.rules.0.succeededIndexes": "2",
+    "spec.successPolicy.targetReplicatedJobs": ["nodes"],
     "spec.failurePolicy.rules.0.name": "3rd",
     "spec.failurePolicy.rules.0.action": "Restart",
     "spec.failurePolicy.rules.0.onJobFailureReasons": ["Evicted"],
@@ -96,14 +98,36 @@ def test_each_key_is_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(16 * 2**30)}} in pod["volumes"]
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert container["command"] == ["/opt/ppctl/bin/python", "-m", "ppctl.launch.pod"]
-    assert container["args"] == ["/data/runs/quickstart/id", "--code", "live", "--files", "/etc/ppctl"]
+    assert container["args"] == ["/data/runs/quickstart/id", "--code", "live", "--files", "/etc/ppctl", "--first", "0"]
     assert jobset["spec"]["network"]["publishNotReadyAddresses"] is True
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (job["completions"], job["parallelism"], job["backoffLimit"], job["backoffLimitPerIndex"]) == (2, 2, 6, 3)
 
 
+def test_spares_are_a_job_of_their_own_with_which_the_jobset_neither_fails_nor_waits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Their pods are those of nodes; their numbers follow theirs."""
+    spec = printed(capsys, *FULL)[0]["spec"]
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["node"]}
+    node, spare = spec["replicatedJobs"]
+    assert (node["name"], spare["name"]) == ("node", "spare")
+    nodes, spares = node["template"]["spec"], spare["template"]["spec"]
+    assert nodes["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}  # another index may have no machine
+    assert (spares["completions"], spares["parallelism"], spares["backoffLimit"]) == (2, 2, 2**31 - 1)
+    assert not {"successPolicy", "backoffLimitPerIndex", "maxFailedIndexes"} & spares.keys()
+    assert {rule["action"] for rule in spares["podFailurePolicy"]["rules"]} == {"Ignore"}
+    first, second = copy.deepcopy((pod_of({"spec": spec}), pod_of({"spec": spec}, 1)))
+    assert [pod["spec"]["containers"][0]["args"].pop() for pod in (first, second)] == ["0", "2"]
+    assert first == second
+    every = {"name": "PET_NNODES", "value": "4"}
+    assert every in second["spec"]["containers"][0]["env"]
+    assert len(printed(capsys, *CPU)[0]["spec"]["replicatedJobs"]) == 1
+
+
 def test_what_each_end_of_a_pod_means(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a node's. A spare that fails is made again, however often."""
     rules = printed(capsys, *CPU)[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
     assert by_code == {
