@@ -88,7 +88,7 @@ def main() -> int:
     if outcome.report and not agent.in_slurm:  # there the script says it
         print(outcome.report, file=sys.stderr)
     if served:
-        if not agent.in_slurm or fence.older(agent.life) is None:
+        if fence.older(agent.life) is None:
             outcome.write(agent.run_dir, ())
         agent.rendezvous.farewell()
     return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
@@ -174,6 +174,8 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
     try:
         store.plain.add(left, 1)
         if serves:
+            if older := fence.older(agent.life):
+                raise TrainingError(older)
             if not agent.rendezvous.is_closed():  # else the job has ended in good order
                 time.sleep(2 * LOST)
                 plan_smaller(run, store.plain.add(left, 0))
@@ -211,6 +213,7 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
     except (RendezvousError, RuntimeError) as error:
         message = f"the host of the rendezvous, {host}:{port}, does not answer any more"
         if agent.in_slurm:
+            time.sleep(3 * LOST)  # if it is this agent that is lost, the others begin a life without it, or requeue
             _requeue(agent, message, [host])
         raise TrainingError(Problem("PP-E656", message, remedy)) from error
     agent.rendezvous.shutdown()
@@ -225,7 +228,8 @@ def _too_few(agent: NodeAgent, remedy: str, *, serves: bool) -> JobOutcome:
     """The end of a job that lacks agents. SLURM's job and a JobSet start again."""
     run, message = agent.run_dir, "not all hosts of the run came in time (launch.shrink=requeue)"
     if agent.in_slurm and serves:
-        nodes, here = run.environment()["starts"][-1]["nodes"], agent.rendezvous.here()
+        starts, here = run.environment().get("starts"), agent.rendezvous.here()
+        nodes = starts[-1]["nodes"] if starts else here
         _requeue(agent, lives.why(run, nodes, here), sorted(set(nodes).difference(here)))
     if agent.in_pod:
         return JobOutcome(GO_ON, "stopped", message)
@@ -255,10 +259,18 @@ def _requeue(agent: NodeAgent, why: str, without: Iterable[str]) -> None:
     """Have SLURM's job start again, unless its run is over or goes on without this agent. The script does it when it
     sees the mark; if the script's node is the one that is lost, this agent does."""
     run, start = agent.run_dir, slurm_start()
-    over = run.result() or "exit_code" in run.status()
-    if start is None or over or not agent.life or fence.older(agent.life):
+    status, finished = run.status(), run.result().get("state") == "finished"
+    over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
+    if start is None or over:
         return
-    run.write_requeue_mark(start, why, without)
+    life = agent.life or fence.variables(start, run.path)[fence.LIFE]  # before the first, that of `enter`
+    if fence.older(life):
+        return
+    if not run.has_requeue_mark(start):
+        run.write_requeue_mark(start, why, without)
+    agent.asked = 0
     time.sleep(_SCRIPT + (agent.get_worker_group().group_rank or 0))  # one after the other: the first ends all
-    if fence.older(agent.life) is None:
+    # A signal meanwhile: the script lives and has decided, or somebody ends the job.
+    more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
+    if more and not agent.asked and fence.older(life) is None:
         slurm.requeue(os.environ["SLURM_JOB_ID"])

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from threading import Thread
 from types import FrameType
@@ -111,7 +112,8 @@ class NodeAgent(SimpleElasticAgent):
         if codes and not any(codes.values()):
             if time.monotonic() > self._next_look:
                 loaded = "start_up" in run.status()
-                self._prepare(len(codes) * loaded, nice=10)  # beside training
+                with suppress(OSError):  # the next life asks again
+                    self._prepare(len(codes) * loaded, nice=10)  # beside training
                 self._next_look = math.inf if loaded else time.monotonic() + _LOOK_LOADED
             return RunResult(State.HEALTHY if None in codes.values() else State.SUCCEEDED, codes)
         if run.result():  # written when all ranks had done their work
@@ -119,7 +121,8 @@ class NodeAgent(SimpleElasticAgent):
         exits = [Exit(rank, code, time.time(), ended=False) for rank, code in codes.items() if code]
         for failure in failures(exits, []) if fence.older(self.life) is None else ():
             if not run.has_error(failure.rank):
-                run.write_error(failure)
+                with suppress(OSError):  # on a full disk its log has the reason
+                    run.write_error(failure)
         final = any(code in _FINAL for code in codes.values())
         if self.asked and self.in_pod and not final:
             raise SystemExit(128 + self.asked)  # the others go on
@@ -130,7 +133,8 @@ class NodeAgent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
         if worker_group.group_rank == 0 and fence.older(self.life) is None:
-            self.run_dir.write_status("starting")  # the run has not failed, as its ranks may have written
+            with suppress(OSError):  # on a full disk the next life's ranks tell
+                self.run_dir.write_status("starting")  # the run has not failed, as its ranks may have written
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
         """Kill this host's ranks, and wait until they are gone. Raises SystemExit if some remain: the host is lost."""
@@ -160,7 +164,8 @@ class NodeAgent(SimpleElasticAgent):
             nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
             if None not in nodes:
                 number = self.store.plain.add("ppctl/lives", 1)
-                why = lives.begin(self.run_dir, self._job, number, nodes, self._launch.max_restarts)
+                over = fence.older(self.life) is not None  # the run goes on elsewhere
+                why = None if over else lives.begin(self.run_dir, self._job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:
                     print(f"note: start {number} on {', '.join(nodes)}: {why}", file=sys.stderr, flush=True)

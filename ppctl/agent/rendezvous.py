@@ -127,8 +127,9 @@ class NodeRendezvous(DynamicRendezvousHandler):
             return info
 
     def follow(self) -> None:
-        """In a pod, count this agent to those that had ranks: it had in the job before, or stood by."""
-        if self.all_come:
+        """In a pod, and on fewer hosts, count this agent to those that had ranks: it had in the job before, or stood
+        by. An agent that does not come then is waited for as long as one that is lost later."""
+        if self.all_come or self.shrink == "smaller":
             self._begin()
 
     def _begin(self) -> None:

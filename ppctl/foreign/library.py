@@ -281,10 +281,19 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
         if isinstance(getattr(config, name), float) and type(value) is int:  # configs want the exact type
             values[name] = float(value)
     try:
-        return make(values)
+        made = make(values)
     except ConfigError as refused:
         remedy = "\n".join(_typed(name, getattr(config, name)) for name in values)
         raise ConfigError(_problem(", ".join(values), refused.problems[0].message, remedy)) from None
+    own = {name: getattr(config, name) for name, value in values.items() if isinstance(value, str)}
+    unread = [
+        name for name, value in own.items() if isinstance(value, bool | int | float)
+    ]  # some fields it never looks at
+    if unread:
+        raise ConfigError(
+            [_problem(name, f"takes no text such as {values[name]!r}", _typed(name, own[name])) for name in unread]
+        )
+    return made
 
 
 def value_of(text: str) -> Any:

@@ -115,6 +115,13 @@ class _Pod:
         self._agent = subprocess.Popen([*python("ppctl.agent"), "--submitted", str(self.run.path)], env=variables)
         if self.told_to_go:  # meanwhile
             self.go()
+        # As the first process of a container this one gets what dead ranks had started.
+        with suppress(ChildProcessError):
+            while self._agent.returncode is None:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+                if ended is None or ended.si_pid == self._agent.pid:
+                    break
+                os.waitpid(ended.si_pid, 0)
         return self._agent.wait()
 
     def _can_meet(self) -> bool:

@@ -124,7 +124,8 @@ def rotate_heads(
     If x is the caller's `own`, which nobody else reads, the result takes its memory, and the gradient of x that of the
     result's, which attention makes for it alone. Of a view autograd would copy both.
     """
-    if not own or x._is_view() or not x.is_contiguous() or torch.compiler.is_compiling():
+    # First what a compiler traces without a break: it cannot ask whether x is a view.
+    if not own or torch.compiler.is_compiling() or x._is_view() or not x.is_contiguous():
         return rotate(_by_head(x, heads), turns, first=first, interleaved=interleaved)
     turned: Tensor = _Rotate.apply(x, turns, first, interleaved, heads)  # type: ignore[no-untyped-call]  # torch's own
     return _by_head(turned, heads)

@@ -114,6 +114,9 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
     run, state = shared.run, final_state(outcome)
     if costs is not None:
         run.write_profile(costs)
+    start = slurm_start()
+    if outcome.stopped and start is not None and outcome.why != ASKED_WORDS:
+        run.write_requeue_mark(start, str(outcome.why))  # first: with a result, and none, the job would be over
     run.write_result(
         {
             "state": state,
@@ -127,9 +130,6 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
         }
     )
     run.write_status(state, step=outcome.step, message=outcome.why)
-    start = slurm_start()
-    if outcome.stopped and start is not None and outcome.why != ASKED_WORDS:
-        run.write_requeue_mark(start, str(outcome.why))
 
 
 def gather_costs(session: Session, spans: list[Span]) -> dict[str, Any] | None:

@@ -273,6 +273,10 @@ class RunDir:
         the batch script requeues if this file is there, and prints `why`, one line."""
         self._write(f"requeue.{start}", f"{','.join(exclude)}\n{why}\n")
 
+    def has_requeue_mark(self, start: str) -> bool:
+        """Whether somebody has said why this `start` ends."""
+        return (self.path / f"requeue.{start}").exists()
+
     # Paths for other writers
 
     def log(self, rank: int) -> Path:

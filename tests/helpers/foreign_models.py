@@ -231,5 +231,5 @@ def described(
 def described_here() -> Iterator[None]:
     """Models are described in this process, once in a session."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "describe", lambda *asked: (described(*asked).to_text(), None))
+        patch.setattr(weights, "describe", lambda *asked: described(*asked).to_text())
         yield

@@ -27,7 +27,7 @@ ALLOWED = {
         name,
     ): "torch's agents pickle the rendezvous' state: it is read with a proof alone (tests/torch/agent)"
     for file, names in {
-        "__main__": "RendezvousClosedError RendezvousError RendezvousTimeoutError torch.distributed.elastic",
+        "job": "RendezvousClosedError RendezvousError RendezvousTimeoutError torch.distributed.elastic",
         "node": "RunResult SimpleElasticAgent WorkerGroup WorkerSpec WorkerState RendezvousClosedError",
         "rendezvous": "RendezvousInfo RendezvousTimeoutError RendezvousTimeout C10dRendezvousBackend "
         "DynamicRendezvousHandler",

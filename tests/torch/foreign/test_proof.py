@@ -261,6 +261,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "rms_norm_eps=NaN": ("expected float, got str (value: 'NaN')", "1e-06", ""),
     "rms_norm_eps=1e999": ("expected float, got str (value: '1e999')", "1e-06", ""),
     "layer_types=[a,b]": ("expected a list, got str", "", ""),
+    "is_encoder_decoder=False": ("takes no text such as 'False'", "false", ""),
     "hiden_size=3": ("no such field; did you mean hidden_size", "3", "hidden_size"),
     "nothing=3": ("no such field", "", ""),
 }

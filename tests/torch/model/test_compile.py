@@ -52,6 +52,17 @@ def test_a_compiled_stage_agrees_to_a_millionth():
         assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
 
 
+def test_a_layer_with_latent_attention_is_one_graph():
+    latent = dict(
+        multi_latent_attention=True, q_lora_rank=8, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
+    )
+    spec = StageSpec(0, 0, 0, parse_layers(["embedding", "decoder.0"]), (), (), 0, 0, 0)
+    made = build_stage(spec, replace(MODEL, **latent), seed=1, dtype=torch.float32, device=CPU)
+    torch._dynamo.reset()
+    found = torch._dynamo.explain(lambda tokens: made(tokens, packing=ROWS))(torch.arange(64).view(2, 32) % 32)
+    assert found.graph_break_count == 0, found.break_reasons
+
+
 @pytest.mark.whole
 @pytest.mark.timeout(300)  # the compiler again, for two sets of lengths
 def test_documents_that_are_kept_apart_agree_too_whatever_their_lengths():
