@@ -97,8 +97,9 @@ def slurm_rank(environ: Mapping[str, str]) -> Started:
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", str(tasks))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
     tasks_here = _tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))
-    # Below the range from which the kernel assigns ports; a different one for every step and every requeue.
-    port = 20000 + (7 * job + 31 * step + restarts) % 10000
+    # Below the range from which the kernel assigns ports; of jobs that share hosts, of their steps, and of starts one
+    # after another no two have the same.
+    port = 20000 + (16 * job + 4 * (step % 4) + restarts % 4) % 10000
     alone = tasks_here == tasks
     server = {"MASTER_ADDR": "127.0.0.1" if alone else first_host(nodes), "MASTER_PORT": str(port)}
     variables = rank_variables(rank, local, tasks, tasks_here) | server

@@ -1,5 +1,6 @@
 """Who started this process: the variables of torchrun, SLURM and others, as the real ones set them."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,12 @@ def test_ranks_of_a_node_are_counted_where_only_their_number_is_said() -> None:
 
 
 def test_steps_and_requeues_of_a_job_meet_at_ports_of_their_own_outside_the_kernels_range() -> None:
-    starts = [SRUN | {"SLURM_STEP_ID": str(s), "SLURM_RESTART_COUNT": str(r)} for s in range(3) for r in range(3)]
+    starts = [
+        SRUN | {"SLURM_JOB_ID": str(j), "SLURM_STEP_ID": str(s), "SLURM_RESTART_COUNT": str(r)}
+        for j, s, r in product((1, 2, 11, 12, 600), range(4), range(4))
+    ]
     ports = [int(detect(start).variables["MASTER_PORT"]) for start in starts]
-    assert len(set(ports)) == 9
+    assert len(set(ports)) == len(starts)
     assert all(20000 <= port < 30000 for port in ports)
 
 
