@@ -121,8 +121,9 @@ def _serve(host: str, port: int, typed: str, run: str, descriptor: str) -> tuple
 
 
 def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, SharedRun, list[str]]:
-    """The same on another host; one that has no `run` asks for it. Raises PpctlError if the first host does not answer
-    (PP-E708), or this one has another run directory, code or command line (PP-E623, PP-E624, PP-E655, PP-E777)."""
+    """Store, run and job on another host, which asks for them without a `run`. Raises PpctlError if the first host does
+    not answer (PP-E708), or this one has another run directory, code or command line (PP-E623, PP-E624, PP-E655,
+    PP-E777)."""
     if not run:
         told = f"waiting for the first host at {host}:{port}; steps are printed there"
         print(f"note: {host_name()}: {told}", file=sys.stderr)
@@ -237,7 +238,7 @@ def _too_few(agent: NodeAgent, remedy: str, *, serves: bool) -> JobOutcome:
 
 
 def _in_pod(agent: NodeAgent, outcome: JobOutcome, told: list[str]) -> JobOutcome | None:
-    """What the end of a job is in a pod: what was stopped from outside goes on in the pods that stay. Raises
+    """The outcome of a job in a pod: what was stopped from outside goes on in the pods that stay. Raises
     TrainingError (PP-E656)."""
     asked_for = outcome.state == "stopped" and agent.run_dir.status().get("message") == ASKED_WORDS
     if asked_for or outcome.exit_code in (DONE, *FINAL):

@@ -35,7 +35,7 @@ def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int) -
 
 
 def why(run: RunDir, before: Sequence[str], now: Sequence[str]) -> str:
-    """What ended the last life, by its ranks' records, and which nodes have gone and come, in one line or none."""
+    """The end of the last life, by its ranks' records, and which nodes have gone and come, in one line or none."""
     said = [f"rank {each.rank}: {each.message.partition(chr(10))[0]}" for each in failures([], run.errors())[:1]]
     said += [f"{node} has gone" for node in (Counter(before) - Counter(now)).elements()]
     said += [f"{node} takes its place" for node in (Counter(now) - Counter(before)).elements()]

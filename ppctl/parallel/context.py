@@ -64,7 +64,7 @@ class BlockGroup(NamedTuple):
 
 
 Gradients = list[tuple[VisibleBlock, Tensor, Tensor]]
-"""Of a part, by block: the gradients of the keys and of the values that it used. Whoever adds them empties the list."""
+"""Gradients of the keys and of the values that a part used, by block. Whoever adds them empties the list."""
 
 
 def _start_hop(sent: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:

@@ -24,7 +24,7 @@ _looked = -_LEASE
 
 
 def variables(name: str, run: Path) -> Mapping[str, str]:
-    """What a rank of the start `name` has in its environment."""
+    """The variable of a rank of the start `name`, with its value."""
     return {LIFE: f"{name} {run / 'life'}"}
 
 

@@ -84,7 +84,7 @@ def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, i
 
 _Actions = tuple[tuple[Action, ...], ...]
 _Alike = tuple[str, Placement, int]
-"""What schedules with other numbers of microbatches have alike: name, placement, frozen stages."""
+"""Values that schedules with other numbers of microbatches share: name, placement, frozen stages."""
 _LEFT = 4
 """Rounds of one microbatch that a shortened schedule keeps: enough for what is repeated to have settled."""
 
@@ -136,14 +136,14 @@ def _batched(alike: _Alike, count: int, actions: _Actions) -> Schedule:
 
 
 _Settled = list[tuple[float, float, Schedule, Repetition]]
-"""Of all choices with a round more: the seconds, those of the round, the order of events, and how it repeats itself."""
+"""All choices with a round more: the seconds, those of the round, the order of events, and how it repeats itself."""
 _Goes = dict[Op, list[tuple[Sequence[Action], list[float]] | None]]
 """By operation and stage, the SENDs of its results by microbatch and when each is used; None stands for no edge."""
 
 
 @lru_cache(64)
 def _settled(alike: _Alike, count: int, actions: _Actions, size: int) -> _Settled:
-    """What the choices come to with a round of `size` microbatches more. Empty unless the round makes every choice's
+    """Results of the choices with a round of `size` microbatches more. Empty unless the round makes every choice's
     order of events longer by the round before it: only then each further round does, too, and takes as many seconds."""
     settled = _Settled()
     few = _schedule(alike, count, actions)
