@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: train docs test test-all soak test-peers test-slurm check bench bench-plan bench-ckpt golden fix test-gpu clean
+.PHONY: train docs test test-all soak test-peers test-jobset test-slurm check bench bench-plan bench-ckpt golden fix test-gpu clean
 
 # Paths in a log are those of the checkout, not of the machine.
 logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
@@ -35,6 +35,11 @@ test-peers: .venv/ready-test ## Megatron's own unit tests from a checkout, with 
 	@test -d "$(MEGATRON)/tests/unit_tests" || { echo "say where Megatron-LM is checked out: make test-peers MEGATRON=DIR"; exit 2; }
 	@$(PIP) --quiet pytest-mock einops
 	log=benchmarks/megatron-unit-tests-$$(date +%F).log; $(PY) tests/peers/run_megatron.py $(MEGATRON) >$$log; code=$$?; cat $$log; exit $$code
+
+test-jobset: .venv/ready-test ## Kubernetes' objects against the CRD of a checkout of JobSet, with its CEL rules: make test-jobset JOBSET=DIR
+	@test -d "$(JOBSET)/config/components/crd" || { echo "say where JobSet is checked out: make test-jobset JOBSET=DIR"; exit 2; }
+	@$(PIP) --quiet cel-python
+	PPCTL_JOBSET=$(JOBSET) $(PY) -m pytest -k crd tests/unit/launch/test_kubernetes_objects.py
 
 # Without network: make test-gpu WHEELS=DIR PYTHON=python3, with packages from `tests/gpu/first_run.sh wheels DIR` and PYTHON's own torch.
 test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device: kernels, ranks that share it, the tests. WHEELS=DIR: no network

@@ -172,6 +172,7 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
     """The run and the job with which all agents that are left go on. If one is missing the first plans it on fewer
     once all have noticed. Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
     run, store, left, known = agent.run_dir, agent.store, f"ppctl/left/{told[0]}", told
+    agent.rendezvous.nobody_comes = False  # else each further look tells again that some are missing
     try:
         store.plain.add(left, 1)
         if serves:
@@ -199,7 +200,7 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
     run, ended, shrink = agent.run_dir, True, agent.rendezvous.shrink
     remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
     try:
-        agent.run()
+        _live(agent, serves=serves)
     except SystemExit as left:
         if agent.in_pod or not agent.asked:  # the others go on
             if agent.in_slurm and serves:
@@ -223,6 +224,14 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
         return _in_pod(agent, outcome, told)
     by_hand = outcome.exit_code == STOPPED and not agent.in_slurm
     return replace(outcome, report=f"go on with: {remedy}") if by_hand else outcome
+
+
+def _live(agent: NodeAgent, *, serves: bool) -> None:
+    try:
+        agent.run()
+    finally:
+        if serves:  # nobody goes on in its store without it, also where it stood by
+            agent.life = fence.latest(agent.life, agent.job)
 
 
 def _too_few(agent: NodeAgent, remedy: str, *, serves: bool) -> JobOutcome:

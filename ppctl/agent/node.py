@@ -69,7 +69,7 @@ class NodeAgent(SimpleElasticAgent):
         size, most = shared.plan.sizes.world // rendezvous.settings.max_nodes, sys.maxsize  # `lives.begin` counts
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
-        self.run_dir, self._launch, self._job, self._address = shared.run, shared.config.launch, job, address
+        self.run_dir, self._launch, self.job, self._address = shared.run, shared.config.launch, job, address
         self.rendezvous, self.store, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
         self._submitted, self.in_slurm = submitted, submitted and slurm_start() is not None
         if self.in_slurm and rendezvous.shrink == "wait":
@@ -164,8 +164,9 @@ class NodeAgent(SimpleElasticAgent):
             nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
             if None not in nodes:
                 number = self.store.plain.add("ppctl/lives", 1)
+                self.life = fence.latest(self.life, self.job)
                 over = fence.older(self.life) is not None  # the run goes on elsewhere
-                why = None if over else lives.begin(self.run_dir, self._job, number, nodes, self._launch.max_restarts)
+                why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:
                     print(f"note: start {number} on {', '.join(nodes)}: {why}", file=sys.stderr, flush=True)
@@ -195,7 +196,7 @@ class NodeAgent(SimpleElasticAgent):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
 
     def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
-        (host, port), name, size = self._address, f"{self._job}.{number}", self._worker_group.spec.local_world_size
+        (host, port), name, size = self._address, f"{self.job}.{number}", self._worker_group.spec.local_world_size
         own = rank_variables(rank, local, size * self.rendezvous.settings.max_nodes, size)
         own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ppctl.errors import Problem, TrainingError
@@ -41,6 +42,16 @@ def older(told: str | None = None) -> Problem | None:
         return None
     message = f"start {name} is over, and this process stood still meanwhile: the run's newest is {newest}"
     return Problem("PP-E779", message, "ppctl explain PP-E779", file)
+
+
+def latest(told: str, job: str) -> str:
+    """The start that an agent of `job` was `told` last, or the newest one of its job: it may have stood by in that."""
+    name, _, file = told.partition(" ")
+    with suppress(OSError, UnicodeDecodeError):
+        newest = read_text(file) if file else name
+        if newest.rpartition(".")[0] in (job, name.rpartition(".")[0]):
+            return f"{newest} {file}"
+    return told
 
 
 def check(*, at_once: bool = False) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -13,17 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from command import TINY, alive, free_port, start
+from networks import Networks
 
 TRAIN = ("+recipe=quickstart", *TINY, "pp=4", "vpp=1", "nodes=2", "gpus_per_node=2", "checkpoint.interval=2")
 AGENT = "ppctl.agent"
 
 
 class Hosts:
-    """Hosts called node-0, node-1 and so on; node-0 has the rendezvous. `cwd` is a disk that they share."""
+    """Hosts called node-0, node-1 and so on; node-0 has the rendezvous. `cwd` is a disk that they share; without
+    `apart` their network is this machine's."""
 
-    def __init__(self, cwd: Path, *arguments: str, hosts: Sequence[int] = (0, 1), **more: str) -> None:
-        self.cwd, self._more = cwd, more
-        self.address = f"127.0.0.1:{free_port()}"
+    def __init__(
+        self, cwd: Path, *arguments: str, hosts: Sequence[int] = (0, 1), apart: Networks | None = None, **more: str
+    ) -> None:
+        self.cwd, self._more, self._apart, self.port = cwd, more, apart, free_port()
+        self.address = f"{apart.address(0) if apart else '127.0.0.1'}:{self.port}"
         self.agents: dict[int, subprocess.Popen[str]] = {}
         for number in hosts:
             self.start(number, *(arguments if number == 0 else ()))
@@ -31,12 +34,19 @@ class Hosts:
     def start(self, number: int, *arguments: str, **more: str) -> subprocess.Popen[str]:
         """Start the agent of a host; node-0's must listen before others come, since all are on one machine."""
         name = {"SLURMD_NODENAME": f"node-{number}"}
-        agent = start("node", "--rendezvous", self.address, *arguments, cwd=self.cwd, **name, **self._more, **more)
+        if self._apart:
+            name |= {"GLOO_SOCKET_IFNAME": "eth0"}
+        within = self._apart.within(number) if self._apart else ()
+        words = ("node", "--rendezvous", self.address, *arguments)
+        agent = start(*words, cwd=self.cwd, within=within, **name, **self._more, **more)
         self.agents[number] = agent
-        host, port = self.address.split(":")
         if number == 0:
-            until(lambda: _answers(host, int(port)) or agent.poll() is not None)
+            until(lambda: agent.poll() is not None or self._listens(agent.pid))
         return agent
+
+    def _listens(self, agent: int) -> bool:
+        """Whether somebody listens at the rendezvous' port, in the network of the agent's process."""
+        return f":{self.port:04X} 00000000:0000 0A " in Path(f"/proc/{agent}/net/tcp").read_text()
 
     def ranks(self, number: int) -> list[int]:
         """The processes of a host's ranks, in the order of ranks."""
@@ -61,7 +71,7 @@ class Hosts:
         return max((sum(1 for _ in open(path)) for path in self.cwd.glob("runs/*/*/metrics.jsonl")), default=0)
 
     def wait_for_step(self, step: int) -> None:
-        until(lambda: self.steps() >= step or any(agent.poll() is not None for agent in self.agents.values()), 90)
+        until(lambda: self.steps() >= step or any(agent.poll() is not None for agent in self.agents.values()), 180)
         assert self.steps() >= step, self.said()
 
     def said(self) -> str:
@@ -90,9 +100,3 @@ def until(condition: Callable[[], object], timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _answers(host: str, port: int) -> bool:
-    with suppress(OSError), socket.create_connection((host, port), 1):
-        return True
-    return False

@@ -1,8 +1,10 @@
-"""What an API server says of ppctl's objects: the official models' fields, and the rules beyond them.
+"""What an API server says of ppctl's objects: the schemas of its fields, and the rules beyond them.
 
-Fields, types and what must be there: the models that Kubernetes' and Kubeflow's projects generate from their OpenAPI
-documents (packages `kubernetes` and `kubeflow_trainer_api`, both Apache-2.0). A field that they do not know gets lost.
+Fields, types and what must be there: Kubernetes' own OpenAPI document of a version as JSON schemas (package
+`kubernetes-validate`), and for the JobSet around a Job's template the model that Kubeflow generates from JobSet's
+(`kubeflow_trainer_api`). A field that they do not know gets lost.
 Rules: those that the JobSet's CRD states in CEL and its webhook checks, and those of a Job's validation, in our words.
+With a checkout of JobSet the tests hold them against the CRD itself (`jobset_crd`).
 """
 
 from __future__ import annotations
@@ -10,11 +12,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
-from kubernetes import client
+from kubernetes_validate import ValidationError, latest_version, validate
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -27,7 +28,8 @@ IMMUTABLE = ("failurePolicy", "network", "successPolicy", "startupPolicy", "repl
 
 def problems(made: dict[str, Any]) -> list[str]:
     """All that an API server would refuse `made` for."""
-    return [*_lost_fields(made), *_metadata(made["metadata"]), *_RULES.get(made["kind"], lambda made: ())(made)]
+    rules = _RULES.get(made["kind"], lambda made: ())
+    return [*lost_fields(made, latest_version()), *_metadata(made["metadata"]), *rules(made)]
 
 
 def immutable_fields(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -35,25 +37,25 @@ def immutable_fields(before: dict[str, Any], after: dict[str, Any]) -> list[str]
     return [name for name in IMMUTABLE if before["spec"].get(name) != after["spec"].get(name)]
 
 
-def _lost_fields(made: dict[str, Any]) -> list[str]:
+def lost_fields(made: dict[str, Any], version: str) -> list[str]:
+    """What Kubernetes' schemas of a version, such as 1.31, refuse `made` for: a JobSet is known by its Jobs."""
+    if made["kind"] == "JobSet":
+        jobs = [
+            {"apiVersion": "batch/v1", "kind": "Job", **each["template"]} for each in made["spec"]["replicatedJobs"]
+        ]
+        return [lost for job in jobs for lost in lost_fields(job, version)]
     try:
-        if made["kind"] == "JobSet":
-            known = JobsetV1alpha2JobSet.from_dict(made)
-            templates = [each["template"] for each in made["spec"]["replicatedJobs"]]
-            more = [lost for each in templates for lost in _lost_in_models(each, "V1JobTemplateSpec")]
-            return [*_differences(made, known.to_dict(), "JobSet"), *more]
-        return _lost_in_models(made, f"V1{made['kind']}")
+        validate(made, version, strict=True)
+    except ValidationError as error:
+        return [f"{error.json_path}: {error.message}"]
+    return []
+
+
+def _lost_around_jobs(made: dict[str, Any]) -> list[str]:
+    try:
+        return [*_differences(made, JobsetV1alpha2JobSet.from_dict(made).to_dict(), "JobSet")]
     except ValueError as error:
         return [str(error)]
-
-
-def _lost_in_models(made: dict[str, Any], kind: str) -> list[str]:
-    api = client.ApiClient()
-    try:
-        known = api.deserialize(json.dumps(made), kind, "application/json")
-    except TypeError:  # older clients take an answer
-        known = api.deserialize(SimpleNamespace(data=json.dumps(made)), kind)
-    return list(_differences(made, api.sanitize_for_serialization(known), kind))
 
 
 def _differences(made: Any, known: Any, where: str) -> Iterator[str]:
@@ -79,6 +81,7 @@ def _metadata(metadata: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_a_jobset(made: dict[str, Any]) -> Iterator[str]:
+    yield from _lost_around_jobs(made)
     name, spec = made["metadata"]["name"], made["spec"]
     if spec.get("startupPolicy", {}).get("startupPolicyOrder") == "InOrder" and any(
         "dependsOn" in each for each in spec["replicatedJobs"]

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 TINY = (
@@ -37,10 +38,10 @@ def environment(**more: str) -> dict[str, str]:
     return plain | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONPATH": path} | more
 
 
-def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
-    """Start `ppctl arguments` in `cwd`."""
+def start(*arguments: str, cwd: Path, within: Sequence[str] = (), **more: str) -> subprocess.Popen[str]:
+    """Start `ppctl arguments` in `cwd`, behind the words of a program that starts others."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "ppctl", *arguments],
+        [*within, sys.executable, "-m", "ppctl", *arguments],
         cwd=cwd,
         env=environment(**more),
         stdin=subprocess.DEVNULL,

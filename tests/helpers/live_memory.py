@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ppctl.comm.buffers import MessageSpec
+from ppctl.train.replay import ReplayCheck
+from ppctl.train.step import Trainer
 
 
 class Packed:
@@ -132,8 +134,10 @@ def live_and_planned(mapping):
     """(Bytes of live storages at the peak of the second step, RankCost) of this rank."""
     with LiveBytes() as live:
         session = session_of(mapping)
-        trainer = trainer_of(session)
+        replay = ReplayCheck(session)
+        trainer = Trainer(session, session.data.batches(), callback=replay)
         trainer.step(0)
+        replay.pre_step(2)
         live.peak = 0
         trainer.step(1)
     return live.peak, session.plan.pp_ranks[session.own.pp_rank]

@@ -122,3 +122,23 @@ def test_gradients_that_are_summed_whole_are_copied_as_the_plan_says(text: Path)
     for rank, found in enumerate(run_ranks(live_and_planned_each, 4, [*map(to_mapping, configs)], timeout=280)):
         for number, (live, cost) in enumerate(found):
             assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"case {number}, rank {rank}: {cost}"
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_a_microbatch_that_is_computed_twice_lives_as_the_plan_says(text: Path) -> None:
+    """Its gradients exist twice. The plan has all of them from the first, where its activations go as they come."""
+    configs = [
+        config_of(text, DENSE),
+        config_of(text, DENSE, bf16=True),
+        sharded("none", "1f1b", None, 4),
+        sharded("none", "zb_h1", None, 4),
+        sharded("full", "1f1b", None, 4, bf16=True),
+        sharded("optimizer_gradients", "interleaved_1f1b", 2, 2),
+    ]
+    for config in configs:
+        config.data.path, config.train.replay, config.parallel.deterministic_mode = str(text), 1, True
+    for rank, found in enumerate(run_ranks(live_and_planned_each, 4, [*map(to_mapping, configs)], timeout=280)):
+        for number, (live, cost) in enumerate(found):
+            said = f"case {number}, rank {rank}: {live} live, {cost}"
+            assert 0.95 * live <= cost.peak_bytes <= 1.05 * live + cost.gradient_bytes / 2, said

@@ -92,16 +92,48 @@ def test_a_run_that_has_ended_stays_so_and_one_that_was_stopped_goes_on(
     assert (requeued(agent_of(run), monkeypatch)[1] == ["7"]) == goes_on
 
 
+def begun(run: RunDir, job: str, life: str, number: int) -> str:
+    """The newest life once an agent that had ranks in `life` comes first in a rendezvous of its job."""
+    said: dict[str, Any] = {}
+    store = SimpleNamespace(plain=SimpleNamespace(add=lambda name, more: number), set=said.__setitem__)
+    told = fence.variables(life, run.path)[fence.LIFE]
+    agent = SimpleNamespace(store=store, life=told, run_dir=run, job=job, _launch=RunConfig().launch)
+    agent._value = lambda store, key: said[key]
+    group: Any = SimpleNamespace(group_rank=0, group_world_size=1, store=store.plain)
+    said["node/0"] = "node-0"
+    NodeAgent._begin(agent, group)  # type: ignore[arg-type]
+    return (run.path / "life").read_text()
+
+
 def test_agents_of_an_older_start_do_not_take_the_run_back(run: RunDir) -> None:
     """Theirs stood still, and another job has begun the run meanwhile."""
     lives.begin(run, "old", 1, ["node-0"], 3)
-    old = fence.variables("old.1", run.path)[fence.LIFE]
     lives.begin(run, "new", 1, ["node-5"], 3)
-    said: dict[str, Any] = {}
-    store = SimpleNamespace(plain=SimpleNamespace(add=lambda name, more: 2), set=said.__setitem__)
-    agent = SimpleNamespace(store=store, life=old, run_dir=run, _job="old", _launch=RunConfig().launch)
-    agent._value = lambda store, key: said[key]
-    group: Any = SimpleNamespace(group_rank=0, group_world_size=1, store=store.plain)
     with pytest.raises(job.RendezvousClosedError):
-        NodeAgent._begin(agent, group)  # type: ignore[arg-type]
+        begun(run, "old", "old.1", 2)
     assert (run.path / "life").read_text() == "new.1"
+
+
+@pytest.mark.parametrize("before", ["j", "i"], ids=["of its job", "of the one before in the same store"])
+def test_an_agent_that_stood_by_in_a_life_of_its_job_begins_the_next_one(run: RunDir, before: str) -> None:
+    """A spare had taken its place, and dies in turn."""
+    lives.begin(run, before, 1, ["node-0"], 3)
+    lives.begin(run, "j", 2, ["node-1"], 3)
+    assert begun(run, "j", f"{before}.1", 3) == "j.3"
+
+
+def test_the_agent_that_has_the_store_ends_the_job_also_of_a_life_in_which_it_stood_by(run: RunDir) -> None:
+    lives.begin(run, "j", 1, ["node-0"], 3)
+    lives.begin(run, "j", 2, ["node-1"], 3)
+    agent = agent_of(run, "j.1")
+    agent.job, agent.asked, agent.in_pod, agent.in_slurm = "j", 15, False, False
+    agent.rendezvous = SimpleNamespace(shrink="wait", shutdown=lambda: None)
+
+    def end() -> None:
+        raise job.RendezvousClosedError
+
+    agent.run = end
+    job._to_the_end(agent, "host", "1", [], serves=False)
+    assert fence.older(agent.life) is not None
+    job._to_the_end(agent, "host", "1", [], serves=True)
+    assert fence.older(agent.life) is None

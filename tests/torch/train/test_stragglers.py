@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from recorded_stamps import BY, FILE, FROM, QUIET, RANK
 
 from ppctl.launch.planning import planned
 from ppctl.schedule.simulate import Costs, simulate
@@ -52,6 +55,43 @@ def test_a_rank_that_is_ten_per_cent_slower_is_named_within_twenty_steps_with_wh
         slow = [each * (1.1 if stage == stages[rank, 0] else 1.0) for stage, each in enumerate(work)]
         base, longer = (step_time(simulate(plan.schedule, Costs(each, [2 * x for x in each]))) for each in (work, slow))
         assert f"{longer / base - 1:.1%} longer" in problem.message
+
+
+# As ranks have stamped them (tests/helpers/recorded_stamps.py)
+
+
+def recorded(which: str) -> tuple[object, np.ndarray, np.ndarray]:
+    """(plan, stages, seconds [steps, ranks, chunks]) of a recorded run."""
+    sizes = ("+recipe=quickstart", "pp=2", "vpp=1", "layout=null", "dp=4", "gbs=16", "mbs=2", "model.num_layers=4")
+    plan = planned(sizes, for_training=False)[1]
+    own = [[spec.stage for spec in plan.for_rank(rank).stages] for rank in range(8)]
+    return plan, np.array(own), np.array(json.loads(FILE.read_text())[which]) / 1e6
+
+
+def quieter(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
+    """The same stamps with half of the noise (in logarithms): 3.7 % between a rank and its peers."""
+    usual = np.stack([np.median(seconds[:, stages[:, 0] == stage[0]]) for stage in stages])[:, None]
+    return np.sqrt(seconds * usual)
+
+
+def test_no_rank_is_named_in_a_thousand_recorded_quiet_steps_with_half_of_a_busy_machines_noise() -> None:
+    plan, stages, seconds = recorded("quiet")
+    assert len(seconds) == QUIET == 1000
+    watch = Stragglers(plan, stages)
+    assert [watch.note(step, each) for step, each in enumerate(quieter(seconds, stages))] == [None] * QUIET
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_rank_that_really_computed_ten_per_cent_longer_is_named_within_twenty_steps(half: bool) -> None:
+    """In the whole noise of a machine that others use, and in half of it; there no other rank is named."""
+    plan, stages, seconds = recorded("slow")
+    factor = np.where((np.arange(len(seconds)) >= FROM)[:, None, None] & (np.arange(8) == RANK)[:, None], BY, 1.0)
+    seconds = quieter(seconds / factor, stages) * factor if half else seconds
+    watch = Stragglers(plan, stages)
+    named = [(step, problem) for step, each in enumerate(seconds) if (problem := watch.note(step, each)) is not None]
+    found = [step for step, problem in named if f"rank {RANK} (stage 1)" in problem.message]
+    assert len(found) == 1 and FROM < found[0] < FROM + WINDOW
+    assert len(named) == 1 or not half
 
 
 def test_of_two_ranks_the_slower_one_is_named_and_a_rank_without_peers_never() -> None:

@@ -6,11 +6,15 @@ import base64
 import copy
 import gzip
 import json
+import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster_rules import immutable_fields, problems
+from cluster_rules import IMMUTABLE, immutable_fields, lost_fields, problems
+from jobset_crd import CHECKOUT, Crd
 
 from ppctl.cli.main import main
 from ppctl.config.mapping import from_mapping
@@ -68,15 +72,95 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", BROKEN)
-def test_the_rules_see_what_an_api_server_refuses(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    jobset = printed(capsys, *CPU)[0]
+def broken(jobset: dict[str, Any], place: str) -> dict[str, Any]:
     *path, last = place.split(".")
     branch: Any = jobset
     for part in path:
         branch = branch[int(part)] if part.isdecimal() else branch[part]
     branch[last] = BROKEN[place]
-    assert problems(jobset) != []
+    return jobset
+
+
+@pytest.mark.parametrize("place", BROKEN)
+def test_the_rules_see_what_an_api_server_refuses(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems(broken(printed(capsys, *CPU)[0], place)) != []
+
+
+@pytest.mark.parametrize(("version", "lost"), [("1.29", {"successPolicy"}), ("1.30", set()), ("1.31", set())])
+def test_which_kubernetes_knows_all_fields(version: str, lost: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = [each for made in printed(capsys, *FULL) for each in lost_fields(made, version)]
+    assert {word for each in said for word in re.findall(r"'(\w+)' was unexpected", each)} == lost
+    assert len(said) == len(lost)
+
+
+# Against JobSet's own CRD
+
+with_crd = pytest.mark.skipif(CHECKOUT is None, reason="wants a checkout of JobSet: make test-jobset JOBSET=DIR")
+NOT_THE_CRDS = {
+    "spec.replicatedJobs.0.template.spec.template.spec.restartPolicy",
+    "spec.replicatedJobs.0.template.spec.podFailurePolicy.rules.0.onExitCodes.values",
+    "spec.replicatedJobs.0.template.spec.podFailurePolicy.rules.0.onExitCodes.containerName",
+    "spec.replicatedJobs.0.template.spec.successPolicy.rules.0.succeededIndexes",
+    "spec.successPolicy.targetReplicatedJobs",
+    "spec.failurePolicy.rules.0.name",
+    "spec.failurePolicy.rules.0.onJobFailureReasons",
+    "metadata.labels.app",
+    "metadata.name",
+}
+"""What JobSet's webhook, a Job's validation and that of all objects' metadata refuse."""
+
+
+@cache
+def crd() -> Crd:
+    return Crd(Path(str(CHECKOUT)))
+
+
+@with_crd
+@pytest.mark.parametrize("words", [CPU, TWO, FULL], ids=["cpu", "gpu", "all keys"])
+def test_the_crd_takes_a_jobset_as_it_is(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert crd().problems(printed(capsys, *words)[0]) == []
+
+
+@with_crd
+@pytest.mark.parametrize("place", BROKEN)
+def test_the_crd_refuses_what_the_rules_say_that_it_does(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bool(crd().problems(broken(printed(capsys, *CPU)[0], place))) == (place not in NOT_THE_CRDS)
+
+
+@with_crd
+def test_the_crd_has_no_rule_that_is_not_restated(capsys: pytest.CaptureFixture[str]) -> None:
+    jobset = printed(capsys, *FULL)[0]
+    assert not {"volumeClaimPolicies", "managedBy"} & jobset["spec"].keys()
+    fast, others = {place for place, rule in crd().rules() if rule == "self == oldSelf"}, set[str]()
+    for place, rule in crd().rules():
+        others |= {place} if rule != "self == oldSelf" else set()
+    without = {"spec.volumeClaimPolicies", "spec.replicatedJobs[].dependsOn"}  # what no JobSet of ppctl has
+    assert fast - without == {f"spec.{name}" for name in IMMUTABLE if name != "replicatedJobs"}  # the webhook's
+    assert others == {"spec", "spec.volumeClaimPolicies[]"}
+    in_order = {"startupPolicy": {"startupPolicyOrder": "InOrder"}}
+    depends = [{"name": "node", "status": "Ready"}]
+    jobset["spec"] |= in_order
+    assert crd().problems(jobset) == problems(jobset) == []
+    jobset["spec"]["replicatedJobs"][1]["dependsOn"] = depends
+    for said in (crd().problems(jobset), problems(jobset)):
+        assert len(said) == 1 and "exclu" in said[0]
+
+
+@with_crd
+@pytest.mark.parametrize("field", IMMUTABLE)
+def test_the_crd_holds_fast_what_the_rules_say(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = printed(capsys, *FULL)[0]
+    before["spec"].setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})
+    after = copy.deepcopy(before)
+    after["spec"]["suspend"] = True
+    assert crd().problems(after, before) == immutable_fields(before, after) == []
+    changes: dict[str, Any] = {
+        "failurePolicy": {"maxRestarts": 9}, "network": {"subdomain": "other"}, "successPolicy": {"operator": "Any"},
+        "startupPolicy": {"startupPolicyOrder": "InOrder"}, "replicatedJobs": after["spec"]["replicatedJobs"][:1],
+    }  # fmt: skip
+    after["spec"][field] = changes[field]
+    assert immutable_fields(before, after) == [field]
+    assert crd().problems(after, before) == [f"spec.{field}: Value is immutable"] * (field != "replicatedJobs")
 
 
 def test_each_key_is_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
