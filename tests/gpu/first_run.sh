@@ -123,7 +123,8 @@ tests() { step "$1" "$2" "$python" -m pytest -m gpu -rfEs -p no:cacheprovider "$
 run_machine() { # what the machine has, and what NCCL does with one rank
   measure facts 60 facts
   measure nccl-alone 120 nccl-alone
-  step doctor 300 "$python" -m ppctl doctor --json
+  local gpus='import os; from ppctl.launch.machine import count_gpus; print(min(max(2, count_gpus(os.environ)), 64))'
+  step doctor 300 "$python" -m ppctl doctor --json --ranks "$("$python" -c "$gpus" 2>/dev/null || echo 2)"
 }
 run_queues() { # launches, hardware queues, and a retry of the allocator beside a spinning kernel
   measure_with launches-lazy 90 CUDA_MODULE_LOADING=LAZY launches lazy
@@ -163,9 +164,9 @@ run_newer() { # what came after the last run on a device, against one rank on th
   measure restart 120 restart
 }
 run_two() { # what two devices alone can answer
-  measure nccl-pp2 130 nccl pp2
-  measure nccl-pp2-channels 130 nccl pp2-channels
-  tests nccl-tests 280 -k "over_nccl and dist_tier"
+  local case
+  for case in pp2 pp2-channels ep2-dualpipev; do measure "nccl-$case" 95 nccl "$case"; done
+  tests nccl-tests 255 -k "over_nccl and dist_tier"
 }
 run_rest() {
   tests tests 200 -k "not grouped and not scaled and not packed and not by_blocks and not heads and not adamw and not compiled and not dist_tier and not pinned and not newer"

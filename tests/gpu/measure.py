@@ -30,9 +30,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import restarted_run
 import torch
 import torch.distributed as dist
-import restarted_run
 from device_probes import PROBES, Skipped
 from step_profile import profiled
 
@@ -100,6 +100,11 @@ ALONE = (
 EIGHT_BITS = {"dense": ("model.fp8=hybrid",), "moe": ("model.fp8=e4m3", "model.fp8_recipe=rowwise")}
 """What torch multiplies on Hopper: experts row by row in e4m3 alone."""
 """Behind a case: the same model and batches on one rank of the CPU."""
+LIMITS = (
+    *("launch.start_limit=40s", "launch.edge_limit=25s", "launch.first_step_limit=40s"),
+    "launch.step_limit=20s",
+)
+"""On a GPU: what hangs is told by ppctl's watch, in its log, before the limit of `first_run.sh` ends all."""
 _APART = 1e-4
 """The largest relative difference of a loss: fp32 sums in another order, on another device, over four steps."""
 
@@ -274,9 +279,14 @@ def same(case: str, device: str, *more: str, **environment: str) -> dict[str, An
     """The losses of several ranks and of one rank on the CPU with the same model and batches."""
     shared = ("launch.share_gpu=true",) if device == "cuda" and not more else more
     words = (*SMALL, *CASES[case], f"launch.device={device}")
-    several = _trained([*words, *shared], **environment)
+    several = _trained([*words, *shared, *limits_of(words)], **environment)
     one = _trained([*words, *ALONE])
     return compared(several, one) | {"words": " ".join(CASES[case])}
+
+
+def limits_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Limits for what is not compiled, on a GPU: there a run has it to itself, and messages that may hang."""
+    return LIMITS if "launch.device=cuda" in words and "train.compile=true" not in words else ()
 
 
 def compared(losses: Sequence[float], one_rank: Sequence[float]) -> dict[str, Any]:
@@ -288,10 +298,11 @@ def compared(losses: Sequence[float], one_rank: Sequence[float]) -> dict[str, An
 
 def restart(name: str, device: str) -> dict[str, Any]:
     """The losses of a run whose rank 1 is killed, beside those of one rank on the CPU."""
-    share = [f"launch.share_gpu={str(torch.cuda.device_count() < 2).lower()}"] if device == "cuda" else []
+    over_nccl = device == "cuda" and torch.cuda.device_count() > 1
+    share = [f"launch.share_gpu={str(not over_nccl).lower()}"] if device == "cuda" else []
     words = (*SMALL, *CASES["pp2"], f"steps={restarted_run.STEPS}", f"launch.device={device}", *share)
-    found, losses = restarted_run.killed_once(words)
-    return found | compared(losses, _trained([*words, *ALONE]))
+    found, losses = restarted_run.killed_once([*words, *limits_of(words)])
+    return found | compared(losses, _trained([*words, *ALONE])) | {"over_nccl": over_nccl}
 
 
 def _trained(overrides: Sequence[str], **environment: str) -> list[float]:

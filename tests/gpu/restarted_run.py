@@ -1,6 +1,6 @@
 """A run under one agent (`ppctl node`) whose rank 1 is killed in the middle, as its record tells it.
 
-Knows the run's directory. On a GPU: whether a new start gets the device, memory and connections of ranks that were killed.
+Knows the run's directory. On a GPU it shows whether a new start gets device, memory and connections of killed ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from ppctl.runs.rundir import RunDir
 
-STEPS, EVERY, KILLED = 300, 10, 25
+STEPS, EVERY, KILLED = 120, 10, 25
 """Steps of the run, between its checkpoints, and before the kill."""
 _LIMIT = 300.0
 """Seconds of everything: a step of `first_run.sh` has a limit of its own."""

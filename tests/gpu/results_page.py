@@ -17,7 +17,9 @@ ENDS = {"0": "done", "77": "skipped", "124": "ran past its limit", "137": "ran p
 TWO_DEVICES = (
     ("whether a batch of messages between two devices ends (launch.transport=plain)", "nccl-pp2"),
     ("whether channels connect and end: a backend for each edge and direction", "nccl-pp2-channels"),
+    ("whether pairs over NCCL end: DualPipeV with experts, on four devices", "nccl-ep2-dualpipev"),
     ("whether the tests of engine, P2PCommunicator and Megatron's functions pass over NCCL", "nccl-tests"),
+    ("whether a run starts again behind a rank that was killed while another one waited for it over NCCL", "restart"),
     ("which transport is faster, and the bandwidth of every edge", "doctor"),
 )
 """What one device cannot answer, and the step that does: NCCL refuses two ranks on one device."""
@@ -25,8 +27,8 @@ _FAILED_TESTS = 3
 """Failed tests of a step that the page names."""
 NOWHERE = (
     "what a posted receive costs the stages' own kernels, and whether four thread blocks carry enough (`ppctl trace`)",
-    "pairs over NCCL (DualPipeV with experts), and overlap of gradients' sums with backwards",
-    "a peer that dies: NCCL's watchdog beside ppctl's, and what each says",
+    "the overlap of gradients' sums with backwards",
+    "a peer that stands still: NCCL's watchdog beside ppctl's, and what each says",
 )
 """What no step measures yet."""
 
@@ -229,7 +231,8 @@ def _two(steps: list[list[str]], found: dict[str, dict[str, Any]]) -> list[str]:
     cells = []
     for question, name in TWO_DEVICES:
         end = ends.get(name, "not run")
-        tried = name != "doctor" or bool(found.get(name, {}).get("transports"))
+        sign = {"doctor": "transports", "restart": "over_nccl"}.get(name)
+        tried = sign is None or bool(found.get(name, {}).get(sign))
         cells.append([question, name, end if tried else "one device: open"])
     cells += [[question, "none", "open"] for question in NOWHERE]
     return _table(["question", "step", "answer"], cells)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +75,13 @@ def test_steps_in_16_bits_whose_sums_are_made_by_products_are_those_of_rounded_g
         assert one == pytest.approx(other, rel=2e-2)
 
 
-class Sums:
-    """Sums of gradients by weight, as training has them."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.of: dict[str, torch.Tensor] = {}
-        for name, parameter in module.named_parameters():
-            if parameter.dim() == 2:
-                held = self.of
-                total: Callable[[], Any] = lambda name=name: held.get(name)  # noqa: E731
-                parameter.wide_sum = WideSum(total, lambda made, name=name: held.__setitem__(name, made))
+def sums_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Sums of gradients by matrix, which its products add to, as in training."""
+    sums: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 2:
+            parameter.wide_sum = WideSum(partial(sums.get, name), partial(sums.__setitem__, name))
+    return sums
 
 
 def attended(device: str, dtype: torch.dtype, *, added: bool) -> dict[str, torch.Tensor]:
@@ -92,17 +89,16 @@ def attended(device: str, dtype: torch.dtype, *, added: bool) -> dict[str, torch
     model = ModelConfig(hidden_size=128, num_attention_heads=4, num_query_groups=None, **LATENT)
     draw = torch.Generator().manual_seed(0)
     attention = LatentAttention(model)
-    for name, parameter in attention.named_parameters():
+    for parameter in attention.parameters():
         given = (
             torch.randn(parameter.shape, generator=draw) * 0.1 if parameter.dim() == 2 else torch.ones(parameter.shape)
         )
         parameter.data = given.bfloat16().to(device, dtype)
     x, g = (torch.randn(2, 256, 128, generator=draw).bfloat16().to(device, dtype) for _ in range(2))
-    sums = Sums(attention) if added else None
+    sums = sums_of(attention) if added else {}
     out = attention(x.requires_grad_(), Rotary(model).turns(x, 256))
     out.backward(g)
-    made = {name: p.grad for name, p in attention.named_parameters() if p.grad is not None}
-    made |= {} if sums is None else sums.of
+    made = {name: p.grad for name, p in attention.named_parameters() if p.grad is not None} | sums
     return {name: each.detach().double().cpu() for name, each in {"out": out, "x": x.grad, **made}.items()}
 
 

@@ -84,7 +84,9 @@ def test_every_case_and_measurement_of_the_script_exists(steps: dict[str, Step],
 
 def test_every_case_and_its_reference_can_be_planned(measure: ModuleType) -> None:
     for name, words in measure.CASES.items():
-        for more in (("launch.device=cuda", "launch.share_gpu=true"), measure.ALONE):
+        assert measure.limits_of(words) == ()
+        several = ("launch.device=cuda", "launch.share_gpu=true")
+        for more in ((*several, *measure.limits_of([*words, *several])), measure.ALONE):
             _, plan, problems = planned([*measure.SMALL, *words, *more], for_training=True)
             assert problems == [] and plan is not None, name
             assert (plan.sizes.world > 1) is (more is not measure.ALONE), name
