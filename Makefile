@@ -43,7 +43,7 @@ test-jobset: .venv/ready-test ## Kubernetes' objects against the CRD of a checko
 
 # Without network: make test-gpu WHEELS=DIR PYTHON=python3, with packages from `tests/gpu/first_run.sh wheels DIR` and PYTHON's own torch.
 test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device: kernels, ranks that share it, the tests. WHEELS=DIR: no network
-	log=runs/test-gpu; tests/gpu/first_run.sh part kernels ranks rest two --out $$log --page $$log.md \
+	log=runs/test-gpu; tests/gpu/first_run.sh part kernels ranks newer rest two --out $$log --page $$log.md \
 	  $(if $(WHEELS),--wheels $(WHEELS) --python $(PYTHON),--python $(PY)); code=$$?; \
 	  cat $$log/*.log; exit $$code
 

@@ -53,10 +53,11 @@ def gpu_environment(
 
 def loads_all_kernels(config: RunConfig, pp: int, *, routed: bool) -> bool:
     """Whether ranks load all kernels when they start: those of a later microbatch may be others than the dry pass's, by
-    its experts, documents or padding."""
+    its experts, documents or padding, or if in some steps it is computed twice or recorded."""
     varies = config.data.reset_attention_mask or config.parallel.variable_seq_lengths or routed
+    in_some_steps = config.train.replay > 0 or config.log.gradients is not None
     # Transformers' code looks at the mask.
-    return pp > 1 and (varies or config.model.transformers is not None)
+    return pp > 1 and (varies or in_some_steps or config.model.transformers is not None)
 
 
 def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:

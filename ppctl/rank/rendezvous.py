@@ -42,6 +42,9 @@ _STARTS = "ppctl/starts"
 _START = "PPCTL_START"
 _NODE = "ppctl/node"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_DUMP = "exception_dump"
+"""torch's key: NCCL's watchdog sets it, below no prefix, when a message fails, and where it is set NCCL's monitor
+writes its record and ends its rank eight minutes later. An agent's store would keep it for the next start's ranks."""
 _LOOK = 0.5
 """Seconds between looks at the store, at most: 2,047 ranks ask it twice each."""
 
@@ -86,6 +89,8 @@ class SharedRun:
 def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
     """The store that all ranks share, with a prefix for this start of theirs. Raises as `reach.store.connect` does."""
     store = connect(own.rank, own.world_size, patience)
+    if own.rank == 0:  # before any rank of this start has a group: they wait for what rank 0 publishes
+        store.delete_key(_DUMP)
     number = os.environ.get(_START) or _start(store, own, patience)
     os.environ[_START] = str(number)  # for this process after an exec with other variables
     return PrefixStore(f"ppctl/start/{number}/", store)

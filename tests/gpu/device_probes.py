@@ -145,6 +145,11 @@ def launches(name: str, device: str) -> dict[str, Any]:
         rows[kernel] = {"seconds": time.perf_counter() - began, "spin_was_over": spun.query()}
     torch.cuda.synchronize()
     waited = any(row["spin_was_over"] for row in rows.values())
+    spun, began = spinning(), time.perf_counter()
+    pinned = torch.empty(2**20, dtype=torch.uint8, device="cpu", pin_memory=True)  # as headers of messages take some
+    rows["pinning 1 MiB of host memory"] = {"seconds": time.perf_counter() - began, "spin_was_over": spun.query()}
+    torch.cuda.synchronize()
+    del pinned
     return {
         "loading": os.environ.get("CUDA_MODULE_LOADING", "LAZY"),
         "first_kernel_s": start,

@@ -7,7 +7,7 @@
 #   tests/gpu/first_run.sh wheels DIR [3.12..]  with network: fill DIR, for these Pythons (default: 3.11 to 3.14)
 #   options: --wheels DIR   without network: packages come from DIR (all but torch), whatever Python of those it is
 #            --python PYTHON, --out DIR (logs and record), --page FILE, --only STEP,STEP
-#            --cpu          tiny sizes on the CPU: proves this script, measures nothing of a GPU
+#            --cpu          tiny sizes on the CPU, and four times the limits: proves this script, measures nothing of a GPU
 #            --dry-run      print the commands and their limits
 #
 # Needs torch >= 2.11 and what the tests need. Sizes follow from the device's free memory. Logs and the record steps.tsv lie
@@ -20,7 +20,7 @@ cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
 wheels='' out='' page='' only='' dry='' device=cuda
-parts=(machine queues kernels ranks memory dense moe two rest)
+parts=(machine two queues kernels ranks memory dense moe newer rest)
 packages=(hydra-core omegaconf rich numpy safetensors PyYAML pytest pytest-timeout pytest-xdist hypothesis)
 
 # Everything but torch, as wheels, with pip itself: antlr4, which Hydra needs, has only sources there.
@@ -91,29 +91,40 @@ if [ -z "$dry" ]; then
 fi
 
 failed=0 part=''
+# What an exit code means, and where to look.
+ending() {
+  case $1 in
+    0) ;;
+    77) echo ': skipped' ;;
+    124 | 137) echo ", past its limit: $2" ;;
+    *) echo ", failed: $2" ;;
+  esac
+}
 # step NAME SECONDS COMMAND...
 step() {
   local name=$1 limit=$2 began code
   shift 2
   if [ -n "$only" ] && [[ ",$only," != *",$name,"* ]]; then return; fi
+  [ "$device" = cuda ] || limit=$((4 * limit)) # nobody lends a CPU by the minute, and others use it
   if [ -n "$dry" ]; then printf '%-8s %-20s %4d s  %s\n' "$part" "$name" "$limit" "$*"; return; fi
   printf '%s: %s (at most %d s) ' "$part" "$name" "$limit"
   began=$SECONDS
   timeout --kill-after=15 "$limit" "$@" >"$out/$name.log" 2>&1
   code=$?
   [ "$code" = 0 ] || [ "$code" = 77 ] || failed=1
-  echo "exit code $code after $((SECONDS - began)) s"
+  printf 'exit code %d after %d s%s\n' "$code" "$((SECONDS - began))" "$(ending "$code" "$out/$name.log")"
   sed -i "/^$name\t/d" "$out/steps.tsv" # a step that runs again has one line, its last
   printf '%s\t%d\t%d\t%d\t%s\n' "$name" "$limit" "$((SECONDS - began))" "$code" "$part" >>"$out/steps.tsv"
 }
 measure() { step "$1" "$2" "$python" tests/gpu/measure.py "${@:3}" --device "$device"; }
 measure_with() { step "$1" "$2" env "$3" "$python" tests/gpu/measure.py "${@:4}" --device "$device"; }
-tests() { step "$1" "$2" "$python" -m pytest -m gpu -q -rs -p no:cacheprovider "${@:3}" tests/gpu; }
+tests() { step "$1" "$2" "$python" -m pytest -m gpu -rfEs -p no:cacheprovider "${@:3}" tests/gpu; }
 
 run_machine() { # what the machine has, and what NCCL does with one rank
   measure facts 60 facts
   measure nccl-alone 120 nccl-alone
-  step doctor 300 "$python" -m ppctl doctor --json
+  local gpus='import os; from ppctl.launch.machine import count_gpus; print(min(max(2, count_gpus(os.environ)), 64))'
+  step doctor 300 "$python" -m ppctl doctor --json --ranks "$("$python" -c "$gpus" 2>/dev/null || echo 2)"
 }
 run_queues() { # launches, hardware queues, and a retry of the allocator beside a spinning kernel
   measure_with launches-lazy 90 CUDA_MODULE_LOADING=LAZY launches lazy
@@ -137,28 +148,33 @@ run_memory() { # against the plan
   measure memory-dense 270 memory dense
   measure memory-moe 270 memory moe
 }
-run_dense() { # rates beside the plan's, and beside a bare torch loop of the same layers; where a step's seconds go
-  measure mfu-dense 150 rate dense
-  measure mfu-dense-compiled 220 compiled dense
-  measure where-dense 150 profile dense
+rates() { # beside the plan's, and beside a bare torch loop of the same layers; where a step's seconds go
+  measure "mfu-$1" 120 rate "$1"
+  measure "mfu-$1-compiled" 180 compiled "$1"
+  measure "where-$1" 110 profile "$1"
+  measure "fp8-$1" 130 fp8 "$1"
 }
-run_moe() {
-  measure mfu-moe 150 rate moe
-  measure mfu-moe-compiled 220 compiled moe
-  measure where-moe 150 profile moe
+run_dense() { rates dense; }
+run_moe() { rates moe; }
+run_newer() { # what came after the last run on a device, against one rank on the CPU and against steps that are known
+  local case
+  for case in mla replay; do measure "ranks-$case" 65 same "$case"; done
+  measure ranks-tp2-compiled 130 same tp2-compiled
+  tests newer-tests 150 -k "newer"
+  measure restart 120 restart
 }
 run_two() { # what two devices alone can answer
-  measure nccl-pp2 130 nccl pp2
-  measure nccl-pp2-channels 130 nccl pp2-channels
-  tests nccl-tests 280 -k "over_nccl and dist_tier"
+  local case
+  for case in pp2 pp2-channels ep2-dualpipev; do measure "nccl-$case" 95 nccl "$case"; done
+  tests nccl-tests 255 -k "over_nccl and dist_tier"
 }
 run_rest() {
-  tests tests 200 -k "not grouped and not scaled and not packed and not by_blocks and not heads and not adamw and not compiled and not dist_tier and not pinned"
-  tests shared-tests 200 -k "pinned"
-  measure fp8-dense 140 fp8 dense
+  tests tests 200 -k "not grouped and not scaled and not packed and not by_blocks and not heads and not adamw and not compiled and not dist_tier and not pinned and not newer"
+  tests shared-tests 300 -k "pinned"
 }
 
 for part in "${chosen[@]:-${parts[@]}}"; do "run_$part"; done
 [ -n "$dry" ] && exit 0
 "$python" tests/gpu/results_page.py "$out" "$page" || failed=1
+echo "to send back: $page, and the logs: tar czf gpu-$day.tgz $out/steps.tsv $out/*.log"
 exit "$failed"

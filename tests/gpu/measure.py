@@ -5,7 +5,8 @@
     measure.py nccl CASE                 the same over NCCL, where it connects as many ranks as the case has
     measure.py memory dense|moe          bytes allocated after every action of a step, against the plan's
     measure.py rate dense|moe            mfu and memory against the plan's, and a bare torch loop of the same layers
-    measure.py compiled|fp8 dense|moe    the same with train.compile; with fp8 as well
+    measure.py compiled|fp8 dense|moe    the same with train.compile; with products in 8 bits as well
+    measure.py restart                   a rank that is killed under an agent, and the losses of the start behind it
     measure.py profile dense|moe [compiled]  seconds of a step by class of kernel, and those without any
     measure.py PROBE [NAME]              what `device_probes.py` asks of the device alone
 
@@ -29,6 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import restarted_run
 import torch
 import torch.distributed as dist
 from device_probes import PROBES, Skipped
@@ -66,6 +68,10 @@ SMALL = (
     *("model.num_query_groups=2", "pipeline.pp_schedule=1f1b"),
 )
 EXPERTS = ("model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_ffn_hidden_size=64")
+LATENT = (
+    *("model.multi_latent_attention=true", "model.q_lora_rank=32", "model.kv_lora_rank=32"),
+    *("model.qk_head_dim=16", "model.qk_pos_emb_head_dim=16", "model.v_head_dim=16"),
+)
 CASES = {
     "pp2": ("pp=2", "launch.transport=plain"),
     "pp2-channels": ("pp=2", "vpp=2", "pipeline.pp_schedule=interleaved_1f1b", "launch.transport=channels"),
@@ -78,13 +84,27 @@ CASES = {
     "dp2-full": ("pp=1", "dp=2", "parallel.data_parallel_sharding=full"),
     "offload": ("pp=2", "parallel.cpu_offloading=true", "parallel.cpu_offloading_num_layers=1"),
     "async-save": ("pp=2", "checkpoint.interval=2", "checkpoint.async=true"),
+    "mla": (*EXPERTS, *LATENT, "pp=2", "ep=2", "dp=2", "launch.transport=plain"),
+    "replay": ("pp=2", "train.replay=1", "parallel.deterministic_mode=true"),
+    "tp2-compiled": (
+        *("pp=1", "tp=2", "parallel.sequence_parallel=true", "train.compile=true"),
+        *("train.recompute_granularity=selective", "train.recompute_modules=[core_attn]"),
+    ),
 }
 ALONE = (
     *("pp=1", "vpp=1", "tp=1", "cp=1", "ep=1", "dp=1", "pipeline.pp_schedule=1f1b", "launch.transport=auto"),
     *("parallel.sequence_parallel=false", "parallel.data_parallel_sharding=none", "parallel.cpu_offloading=false"),
     *("parallel.cpu_offloading_num_layers=0", "checkpoint.interval=0", "launch.device=cpu", "launch.share_gpu=false"),
+    *("train.replay=0", "parallel.deterministic_mode=false", "train.compile=false"),
 )
+EIGHT_BITS = {"dense": ("model.fp8=hybrid",), "moe": ("model.fp8=e4m3", "model.fp8_recipe=rowwise")}
+"""What torch multiplies on Hopper: experts row by row in e4m3 alone."""
 """Behind a case: the same model and batches on one rank of the CPU."""
+LIMITS = (
+    *("launch.start_limit=40s", "launch.edge_limit=25s", "launch.first_step_limit=40s"),
+    "launch.step_limit=20s",
+)
+"""On a GPU: what hangs is told by ppctl's watch, in its log, before the limit of `first_run.sh` ends all."""
 _APART = 1e-4
 """The largest relative difference of a loss: fp32 sums in another order, on another device, over four steps."""
 
@@ -169,6 +189,7 @@ def rate(model: str, device: str, *more: str) -> dict[str, Any]:
         "bare_loop_s": loop,
         "measured_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "planned_bytes": max(rank.peak_bytes for rank in plan.pp_ranks),
+        "gradients": trainer.session.model.kernels.names()["gradients"],
         "losses": [record["loss"] for record in records],
     }
 
@@ -198,7 +219,7 @@ def compiled(model: str, device: str) -> dict[str, Any]:
 
 def fp8(model: str, device: str) -> dict[str, Any]:
     """`rate` of compiled layers whose products are in 8 bits."""
-    return rate(model, device, "train.compile=true", "model.fp8=hybrid")
+    return rate(model, device, "train.compile=true", *EIGHT_BITS[model])
 
 
 def where(model: str, device: str, how: str = "") -> dict[str, Any]:
@@ -258,11 +279,30 @@ def same(case: str, device: str, *more: str, **environment: str) -> dict[str, An
     """The losses of several ranks and of one rank on the CPU with the same model and batches."""
     shared = ("launch.share_gpu=true",) if device == "cuda" and not more else more
     words = (*SMALL, *CASES[case], f"launch.device={device}")
-    several = _trained([*words, *shared], **environment)
+    several = _trained([*words, *shared, *limits_of(words)], **environment)
     one = _trained([*words, *ALONE])
-    apart = max(abs(a - b) / abs(b) for a, b in zip(several, one, strict=True))
-    row: dict[str, Any] = {"losses": several, "one_rank": one, "apart": apart, "words": " ".join(CASES[case])}
+    return compared(several, one) | {"words": " ".join(CASES[case])}
+
+
+def limits_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Limits for what is not compiled, on a GPU: there a run has it to itself, and messages that may hang."""
+    return LIMITS if "launch.device=cuda" in words and "train.compile=true" not in words else ()
+
+
+def compared(losses: Sequence[float], one_rank: Sequence[float]) -> dict[str, Any]:
+    """A row with both, and `failed` if they differ."""
+    apart = max(abs(a - b) / abs(b) for a, b in zip(losses, one_rank, strict=True))
+    row: dict[str, Any] = {"losses": list(losses), "one_rank": list(one_rank), "apart": apart}
     return row | ({"failed": f"losses differ by {apart:.2g}"} if apart > _APART else {})
+
+
+def restart(name: str, device: str) -> dict[str, Any]:
+    """The losses of a run whose rank 1 is killed, beside those of one rank on the CPU."""
+    over_nccl = device == "cuda" and torch.cuda.device_count() > 1
+    share = [f"launch.share_gpu={str(not over_nccl).lower()}"] if device == "cuda" else []
+    words = (*SMALL, *CASES["pp2"], f"steps={restarted_run.STEPS}", f"launch.device={device}", *share)
+    found, losses = restarted_run.killed_once([*words, *limits_of(words)])
+    return found | compared(losses, _trained([*words, *ALONE])) | {"over_nccl": over_nccl}
 
 
 def _trained(overrides: Sequence[str], **environment: str) -> list[float]:
@@ -273,8 +313,7 @@ def _trained(overrides: Sequence[str], **environment: str) -> list[float]:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | environment)
         if done.returncode:
             raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}")
-        text = (Path(json.loads(done.stdout)["run"]) / "metrics.jsonl").read_text()
-    return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record]
+        return restarted_run.losses_of(Path(json.loads(done.stdout)["run"]))
 
 
 def nccl(case: str, device: str) -> dict[str, Any]:
@@ -293,7 +332,7 @@ def nccl(case: str, device: str) -> dict[str, Any]:
 
 STEPS: dict[str, Callable[..., dict[str, Any]]] = {
     **{"facts": facts, "same": same, "nccl": nccl, "memory": memory, "rate": rate, "compiled": compiled, "fp8": fp8},
-    **{"profile": where},
+    **{"profile": where, "restart": restart},
     **PROBES,
 }
 

@@ -17,14 +17,18 @@ ENDS = {"0": "done", "77": "skipped", "124": "ran past its limit", "137": "ran p
 TWO_DEVICES = (
     ("whether a batch of messages between two devices ends (launch.transport=plain)", "nccl-pp2"),
     ("whether channels connect and end: a backend for each edge and direction", "nccl-pp2-channels"),
+    ("whether pairs over NCCL end: DualPipeV with experts, on four devices", "nccl-ep2-dualpipev"),
     ("whether the tests of engine, P2PCommunicator and Megatron's functions pass over NCCL", "nccl-tests"),
+    ("whether a run starts again behind a rank that was killed while another one waited for it over NCCL", "restart"),
     ("which transport is faster, and the bandwidth of every edge", "doctor"),
 )
 """What one device cannot answer, and the step that does: NCCL refuses two ranks on one device."""
+_FAILED_TESTS = 3
+"""Failed tests of a step that the page names."""
 NOWHERE = (
     "what a posted receive costs the stages' own kernels, and whether four thread blocks carry enough (`ppctl trace`)",
-    "pairs over NCCL (DualPipeV with experts), and overlap of gradients' sums with backwards",
-    "a peer that dies: NCCL's watchdog beside ppctl's, and what each says",
+    "the overlap of gradients' sums with backwards",
+    "a peer that stands still: NCCL's watchdog beside ppctl's, and what each says",
 )
 """What no step measures yet."""
 
@@ -34,7 +38,7 @@ def main() -> int:
     logs, path = map(Path, sys.argv[1:])
     steps = [line.split("\t") for line in (logs / "steps.tsv").read_text().splitlines()]
     texts = {name: (logs / f"{name}.log").read_text(errors="replace") for name, *_ in steps}
-    path.write_text("\n".join(page(steps, texts)) + "\n")
+    path.write_text("\n".join(page(steps, texts, str(logs))) + "\n")
     print(path)
     return 0
 
@@ -53,13 +57,20 @@ def _result(log: str) -> dict[str, Any]:
 
 
 def _last_words(log: str) -> str:
-    """What a program without a result said last."""
+    """What a program without a result said last; of tests their counts, and those that failed."""
     said = [line.strip() for line in log.splitlines() if line.strip()]
-    return said[-1][:160].replace("|", "/") if said else "no output"
+    wrong = [line.partition("::")[2] for line in said if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
+    words = [
+        *said[-1:],
+        *wrong[:_FAILED_TESTS],
+        *[f"and {len(wrong) - _FAILED_TESTS} more"] * (len(wrong) > _FAILED_TESTS),
+    ]
+    return "; ".join(word.strip("= ")[:160].replace("|", "/") for word in words) or "no output"
 
 
-def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
-    """Its lines, from steps as (name, limit, seconds, exit code, part) and the text of each step's log."""
+def page(steps: list[list[str]], logs: dict[str, str], directory: str = "") -> list[str]:
+    """Its lines, from steps as (name, limit, seconds, exit code, part) and the text of each step's log in a
+    `directory`."""
     found = {name: _result(text) for name, text in logs.items()}
     facts = found.get("facts", {})
     lines = [f"# First run on {facts.get('device', 'an unknown device')}, {date.today()}", ""]
@@ -76,6 +87,8 @@ def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
         why = own.get("skipped") or own.get("failed") or ("" if own else _last_words(logs[name]))
         rows.append([part, name, f"{limit} s", f"{seconds} s", ENDS.get(code, f"failed ({code})"), why])
     lines += _table(["part", "step", "limit", "took", "end", "said"], rows)
+    told = "`docs/first-hour.md` says what each answer means, what to do next, and what to send back"
+    lines += ["", f"{told}: this page and the logs in `{directory}`." if directory else f"{told}."]
 
     def of_kind(*kinds: str) -> list[dict[str, Any]]:
         return [row for row in found.values() if row.get("step") in kinds and "skipped" not in row]
@@ -86,6 +99,7 @@ def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
     lines += _section("Hardware queues", _queues(of_kind("queues")))
     lines += _section("A retry of the allocator beside a kernel that spins", _retries(of_kind("retry")))
     lines += _section("Several ranks against one on the CPU", _losses(of_kind("same", "nccl")))
+    lines += _section("A killed rank, and the start behind it", _restarts(of_kind("restart")))
     for row in of_kind("memory"):
         lines += _section(f"Memory by action, {row['name']}", _actions(row))
     lines += _section(
@@ -137,11 +151,12 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
             *(f"{row['name']}, {row['step']}", str(row["layers"]), _share(row["mfu"]), _share(row["planned_mfu"])),
             *(f"{row['tokens_per_s']:,.0f}", f"{1e3 * row['pipeline_s']:.1f} ms", f"{1e3 * row['bare_loop_s']:.1f} ms"),
             *(f"{row['bare_loop_s'] / row['pipeline_s']:.3f}", _mib(row["measured_bytes"]), _mib(row["planned_bytes"])),
+            row.get("gradients", "-"),
         ]
         for row in rows
     ]
     head = ["model", "modules", "mfu", "planned", "tokens/s", "pipeline", "bare loop", "loop / pipeline"]
-    return _table([*head, "peak MiB", "planned MiB"], cells)
+    return _table([*head, "peak MiB", "planned MiB", "gradients"], cells)
 
 
 def _seconds(row: dict[str, Any]) -> list[str]:
@@ -177,6 +192,15 @@ def _losses(rows: list[dict[str, Any]]) -> list[str]:
     return _table(["ranks", "over", "last loss", "largest relative difference"], cells)
 
 
+def _restarts(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        ["; then ".join(filter(None, row["starts"])), f"{row['seconds']:.1f} s", f"{row['apart']:.1e}"] for row in rows
+    ]
+    return _table(
+        ["why it started again", "from the kill to the next step", "largest relative difference of losses"], cells
+    )
+
+
 def _launches(rows: list[dict[str, Any]]) -> list[str]:
     cells = []
     for row in rows:
@@ -185,7 +209,7 @@ def _launches(rows: list[dict[str, Any]]) -> list[str]:
         for name, kernel in row["kernels"].items():
             over = "yes" if kernel["spin_was_over"] else "no"
             cells.append([row["loading"], name, f"{1e3 * kernel['seconds']:.1f} ms", over])
-    return _table(["CUDA_MODULE_LOADING", "kernel", "host took", "returned only after the busy kernel"], cells)
+    return _table(["CUDA_MODULE_LOADING", "first launch", "host took", "returned only after the busy kernel"], cells)
 
 
 def _queues(rows: list[dict[str, Any]]) -> list[str]:
@@ -207,7 +231,8 @@ def _two(steps: list[list[str]], found: dict[str, dict[str, Any]]) -> list[str]:
     cells = []
     for question, name in TWO_DEVICES:
         end = ends.get(name, "not run")
-        tried = name != "doctor" or bool(found.get(name, {}).get("transports"))
+        sign = {"doctor": "transports", "restart": "over_nccl"}.get(name)
+        tried = sign is None or bool(found.get(name, {}).get(sign))
         cells.append([question, name, end if tried else "one device: open"])
     cells += [[question, "none", "open"] for question in NOWHERE]
     return _table(["question", "step", "answer"], cells)

@@ -27,9 +27,9 @@ def tiny_config(text: Path, device: str) -> RunConfig:
     return config
 
 
-def trainer_of(mapping: dict, device: torch.device) -> Trainer:
+def trainer_of(mapping: dict, device: torch.device, rank: int = 0) -> Trainer:
     config = from_mapping(mapping)
-    session = build_session(config, build_plan(config, {}), 0, device)
+    session = build_session(config, build_plan(config, {}), rank, device)
     return Trainer(session, session.data.batches())
 
 

@@ -34,7 +34,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-PARTS = ["machine", "queues", "kernels", "ranks", "memory", "dense", "moe", "two", "rest"]
+PARTS = ["machine", "two", "queues", "kernels", "ranks", "memory", "dense", "moe", "newer", "rest"]
 MOST = 540
 """Seconds of a part: who lends a machine often lends it for 10 minutes a command."""
 
@@ -76,7 +76,7 @@ def test_every_case_and_measurement_of_the_script_exists(steps: dict[str, Step],
     asked = [step.command.partition("measure.py ")[2].split()[:2] for step in steps.values()]
     for step, name in (words for words in asked if words):
         assert step in measure.STEPS
-        known = {"same": measure.CASES, "nccl": measure.CASES}.get(step, measure.MODELS)
+        known = {"same": measure.CASES, "nccl": measure.CASES, "restart": {""}}.get(step, measure.MODELS)
         assert name in known or name.startswith("--") or step in measure.PROBES
     ran = {name for step, name in (words for words in asked if words) if step == "same"}
     assert ran == measure.CASES.keys()
@@ -84,7 +84,9 @@ def test_every_case_and_measurement_of_the_script_exists(steps: dict[str, Step],
 
 def test_every_case_and_its_reference_can_be_planned(measure: ModuleType) -> None:
     for name, words in measure.CASES.items():
-        for more in (("launch.device=cuda", "launch.share_gpu=true"), measure.ALONE):
+        assert measure.limits_of(words) == ()
+        several = ("launch.device=cuda", "launch.share_gpu=true")
+        for more in ((*several, *measure.limits_of([*words, *several])), measure.ALONE):
             _, plan, problems = planned([*measure.SMALL, *words, *more], for_training=True)
             assert problems == [] and plan is not None, name
             assert (plan.sizes.world > 1) is (more is not measure.ALONE), name
@@ -101,7 +103,7 @@ def test_sizes_follow_from_the_free_memory(measure: ModuleType, monkeypatch, mod
     peak = max(rank.peak_bytes for rank in plan.pp_ranks)
     assert 0.4 * free * 2**30 < peak < (free - 2) * 2**30
     assert not plan.tight and "cost.device=h100" in words
-    for more in (["train.compile=true"], ["train.compile=true", *["model.fp8=hybrid"] * (model == "dense")]):
+    for more in (["train.compile=true"], ["train.compile=true", *measure.EIGHT_BITS[model]]):
         assert set(more) <= set(measure.words_of(model, "cuda", *more)[0])
 
 
@@ -116,6 +118,8 @@ def test_a_rehearsal_runs_the_same_steps_on_the_cpu(steps: dict[str, Step]) -> N
     done = run("--dry-run", "--cpu", "--python", sys.executable)
     assert [line.split()[1] for line in done.stdout.splitlines()] == list(steps)
     assert "--device cuda" not in done.stdout
+    limits = {line.split()[1]: int(line.split()[2]) for line in done.stdout.splitlines()}
+    assert limits == {name: 4 * step.limit for name, step in steps.items()}, "others use a CPU at the same time"
 
 
 def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
@@ -129,8 +133,8 @@ def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
         (["--what"], "unknown: --what"),
         (["--out"], "--out wants a value"),
         (["wheels"], "where to"),
-        (["part"], "say which part: machine queues"),
-        (["part", "all"], "there is no part all; there are machine queues"),
+        (["part"], "say which part: machine two"),
+        (["part", "all"], "there is no part all; there are machine two"),
     ],
 )
 def test_an_option_that_it_does_not_have_is_refused(arguments: list[str], said: str) -> None:
@@ -174,6 +178,10 @@ def test_it_goes_on_after_failures_and_its_page_has_nothing_that_was_not_measure
 ) -> None:
     done = run(*paths)
     assert done.returncode == 1, "a step failed"
+    logs = tmp_path / "logs"
+    assert f"exit code 1 after 0 s, failed: {logs}/mfu-dense.log\n" in done.stdout
+    assert f"exit code 137 after 0 s, past its limit: {logs}/queues-8.log\n" in done.stdout
+    assert f"to send back: {tmp_path}/page.md, and the logs: tar czf gpu-" in done.stdout
     rows = [line.split("\t") for line in (tmp_path / "logs/steps.tsv").read_text().splitlines()]
     assert {name: part for name, _, _, _, part in rows} == {name: step.part for name, step in steps.items()}
     ends = {name: code for name, _, _, code, _ in rows}
@@ -183,7 +191,8 @@ def test_it_goes_on_after_failures_and_its_page_has_nothing_that_was_not_measure
     assert "NCCL takes one rank" in text
     assert "out of memory" in text
     assert "| both transports | not tried" in text
-    assert text.count("nothing was measured") == 6, "NCCL alone, launches, queues, retries, ranks, rates"
+    assert text.count("nothing was measured") == 7, "NCCL alone, launches, queues, retries, ranks, a restart, rates"
+    assert f"this page and the logs in `{logs}`" in text
     assert "| which transport is faster, and the bandwidth of every edge | doctor | one device: open |" in text
     assert "None" not in text
 
@@ -199,12 +208,16 @@ def test_parts_and_steps_that_run_alone_add_to_the_record_of_the_others(tmp_path
     assert all(f"| {name} |" in text for name, *_ in lines)
 
 
-def page_of(rows: list[dict], code: str = "0") -> str:
+def page_of(rows: list[dict] | dict[str, str], code: str = "0") -> str:
+    """The page of steps with these results, or of these logs by step."""
     spec = spec_from_file_location("results_page", ROOT / "tests/gpu/results_page.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    logs = {f"{row['step']}-{row['name']}": f"noise\n{json.dumps(row)}\n" for row in rows}
+    if isinstance(rows, dict):
+        logs = rows
+    else:
+        logs = {f"{row['step']}-{row['name']}": f"noise\n{json.dumps(row)}\n" for row in rows}
     make: Callable[..., list[str]] = module.page
     return "\n".join(make([[name, "60", "5", code, "a part"] for name in logs], logs))
 
@@ -212,6 +225,7 @@ def page_of(rows: list[dict], code: str = "0") -> str:
 RATE = {
     **{"step": "rate", "name": "dense", "layers": 14, "mfu": 0.421, "planned_mfu": 0.47, "tokens_per_s": 12345.6},
     **{"pipeline_s": 0.2, "bare_loop_s": 0.19, "measured_bytes": 3 * 2**20, "planned_bytes": 2**21, "losses": [1.0]},
+    "gradients": "by products",
 }
 
 
@@ -225,6 +239,7 @@ def test_measured_numbers_are_on_the_page() -> None:
             | {"outside_bytes": 3 * 2**20},
             {"step": "same", "name": "pp2", "losses": [2.5], "apart": 1e-6, "words": "pp=2"},
             {"step": "queues", "name": "8", "queues": "8", "spins": 3.98},
+            {"step": "restart", "name": "", "starts": ["", "rank 1: killed"], "seconds": 7.25, "apart": 2e-8},
             {
                 **{"step": "launches", "name": "eager", "loading": "EAGER", "first_kernel_s": 9.5},
                 **{"taken_bytes": 2**29, "kernels": {"erfinv": kernel}},
@@ -236,7 +251,10 @@ def test_measured_numbers_are_on_the_page() -> None:
             },
         ]
     )
-    assert "| dense, rate | 14 | 42.1% | 47.0% | 12,346 | 200.0 ms | 190.0 ms | 0.950 | 3.0 | 2.0 |" in text
+    assert (
+        "| dense, rate | 14 | 42.1% | 47.0% | 12,346 | 200.0 ms | 190.0 ms | 0.950 | 3.0 | 2.0 | by products |" in text
+    )
+    assert "| rank 1: killed | 7.2 s | 2.0e-08 |" in text
     assert "| 0F0 | not measured | 1.0 |" in text and "| peak | 2.0 | 1.0 |" in text
     assert "| pp2: pp=2 | gloo | 2.50000 | 1.0e-06 |" in text
     assert "| 8 | 3.98 |" in text
@@ -281,6 +299,13 @@ def test_a_profile_on_the_cpu_counts_all_of_an_operations_runs_and_is_on_the_pag
     text = page_of([{"step": "profile", "name": "moe", "how": "compiled", "layers": 1} | found])
     assert "## Where the seconds of a step go, moe compiled" in text
     assert "| `aten::mm` (products) | 3 |" in text and "| no kernel runs | " in text
+
+
+def test_of_tests_the_page_has_counts_and_the_names_of_some_that_failed() -> None:
+    failed = [f"FAILED tests/gpu/test_cuda.py::test_{n}[1|2] - RuntimeError: CUDA" for n in range(5)]
+    text = page_of({"kernels": "\n".join(["F.", "E   noise", *failed, "=== 5 failed, 1 passed in 3.21s ==="])})
+    named = "; ".join(f"test_{n}[1/2] - RuntimeError: CUDA" for n in range(3))
+    assert f"| 5 failed, 1 passed in 3.21s; {named}; and 2 more |" in text
 
 
 def test_what_failed_is_said_in_the_table_of_steps() -> None:

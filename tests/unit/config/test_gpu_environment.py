@@ -93,6 +93,15 @@ def test_kernels_are_loaded_at_the_start_where_a_batch_may_take_others(key: str)
     assert environment(config, 2, {}, {})[0][LOADING] == "EAGER"
 
 
+@pytest.mark.parametrize(("group", "name", "value"), [("train", "replay", 100), ("log", "gradients", "5:6")])
+def test_kernels_are_loaded_at_the_start_where_some_steps_launch_others(group: str, name: str, value: object) -> None:
+    """They compare or sum what was computed while receives may be posted; the dry pass does not."""
+    config = RunConfig()
+    setattr(getattr(config, group), name, value)
+    assert environment(config, 2, {}, {})[0][LOADING] == "EAGER"
+    assert LOADING not in environment(config, 1, {}, {})[0], "one rank receives nothing"
+
+
 @pytest.mark.parametrize("name", ALLOCATOR)
 @pytest.mark.parametrize("pp", [1, 4])
 def test_the_allocators_settings_are_ours_unless_they_are_the_users(pp: int, name: str) -> None:
