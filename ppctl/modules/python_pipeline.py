@@ -24,6 +24,7 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.foreign.cut_proof import Crossing
 from ppctl.modules.batch import GivenBatch, StepLoss, divide
 from ppctl.modules.calls import BatchRun, Prepared, run_dry
+from ppctl.modules.pipeline_agreement import SameCall, agreed, misuse, on_host, refuse_unlike
 from ppctl.modules.pipeline_parts import (
     check_kinds,
     device_of,
@@ -34,7 +35,6 @@ from ppctl.modules.pipeline_parts import (
     source_of,
     start_process_group,
 )
-from ppctl.modules.rank_agreement import SameCall, agreed, misuse, on_host, refuse_unlike
 from ppctl.modules.rank_stages import RankStages
 from ppctl.modules.sources import PipelineModel
 from ppctl.schedule.action import Placement, Schedule
