@@ -7,6 +7,7 @@ from typing import Any
 
 from ppctl.cli import ckpt_text
 from ppctl.cli.console import aligned, folded, prose
+from ppctl.errors import some
 from ppctl.plan import Plan
 
 NAMES = {"one-process": "one process", "cut": "the cut"}
@@ -47,9 +48,7 @@ def _head(report: Mapping[str, Any]) -> list[str]:
     for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True):
         lines += [f"{name}  {cut}", *([] if path is None else [f"   {path}"])]
     if keys := report.get("keys"):
-        shown = ", ".join(keys[:_SHOWN_PARAMETERS]) + f" and {len(keys) - _SHOWN_PARAMETERS} more" * (
-            len(keys) > _SHOWN_PARAMETERS
-        )
+        shown = some(keys, _SHOWN_PARAMETERS)
         lines.append(f"the runs compute different things: {shown} (`ppctl runs compare A B`)")
     return [*lines, _law(report)]
 
@@ -117,9 +116,7 @@ def _number(value: float | None) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+    return f"rank{'s' * (len(ranks) > 1)} {some(ranks, 8)}"
 
 
 def _verdict(report: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from math import ceil
 
 from ppctl.checkpoint.tensor_parts import spans
 from ppctl.cli.console import aligned, prose
-from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, size_text, unit_for
+from ppctl.plan.memory_limit import MIB, Unit, amount, size_text, unit_for, used_text
 from ppctl.plan.rehearsal import Rehearsal
 from ppctl.records.rehearsal_record import STEP, LayerKernels, Rehearsed, StageMemory
 
@@ -37,12 +37,7 @@ def _verdict(rehearsal: Rehearsal) -> _Part:
     planned = rehearsal.plan.pp_ranks[most.pp_rank].peak_bytes
     peak = f"{amount(most.peak_bytes)} on pp_rank {most.pp_rank} in {most.peak_action} (planned: {amount(planned)})"
     lines = [f"{rehearsal.plan.name} {_fits(rehearsal, most.peak_bytes)}: memory peaks at {peak}"]
-    limit = rehearsal.plan.limit
-    if limit is not None and limit.available_bytes > 0:
-        share = most.peak_bytes / limit.available_bytes
-        lines.append(
-            f"a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}: {share:.1%} of it is used"
-        )
+    lines += used_text(rehearsal.plan.limit, most.peak_bytes)
     kept = ((rehearsal.planned_kept(memory.stage), memory.kept) for _, memory in _stages(rehearsal))
     peaks = ((rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes, peak.peak_bytes) for peak in rehearsal.peaks)
     state = max(abs(measured - planned) for _, _, planned, measured in _state_of(rehearsal))

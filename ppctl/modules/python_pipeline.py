@@ -250,11 +250,8 @@ class Pipeline:
             self._communicator = Communicator(group, channels=channels, device=self.device, transport=how)
         self._known[batch.shapes] = Prepared(crossing, schedule, forwards)
         if self.device.type == "cuda":
-            self._dry_pass(batch)
+            run_dry(self._run_of(batch), self.device)
         return batch
-
-    def _dry_pass(self, batch: GivenBatch) -> None:
-        run_dry(self._run_of(batch), self.device)
 
     def _divide(self, given: Any) -> GivenBatch:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)
