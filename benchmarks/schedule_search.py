@@ -22,7 +22,7 @@ from ppctl.config.compose import compose
 from ppctl.plan import Plan, build_plan
 from ppctl.schedule.action import Placement
 from ppctl.schedule.lane_orders import Task, placements, unit_of_memory
-from ppctl.schedule.search import FoundSchedule, find_best, find_schedule
+from ppctl.schedule.order_search import FoundSchedule, find_best, find_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import longest_span
 

@@ -33,10 +33,9 @@ _HOMES = {
     "ppctl.layout": ("LayerType", "PipelineParallelLayerLayout"),
     "ppctl.config.model_parallel_config": ("ModelParallelConfig",),
     "ppctl.config.pipeline_config": ("PipelineConfig",),
-    "ppctl.megatron.p2p_communication": ("P2PCommunicator", "Shape"),
-    "ppctl.megatron.exchange": ("is_single_shape",),
+    "ppctl.megatron.p2p_communication": ("P2PCommunicator", "Shape", "is_single_shape"),
     "ppctl.megatron.adoption": ("adopt", "release"),
-    "ppctl.megatron.functions": (
+    "ppctl.megatron.forward_backward": (
         "forward_backward_no_pipelining",
         "forward_backward_pipelining_with_interleaving",
         "forward_backward_pipelining_without_interleaving",

@@ -122,17 +122,17 @@ def _difference(
     for block in _blocks(shape):
         a, b = first.box(name, block), second.box(name, block)
         progress(a.nbytes)
-        unequal = _unequal(a, b)
+        unlike = unequal(a, b)
         wide, other = a.astype(np.float64), b.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            apart = np.where(unequal, other - wide, 0.0)
+            apart = np.where(unlike, other - wide, 0.0)
             squares, whole = squares + float(np.sum(apart * apart)), whole + float(np.sum(wide * wide))
             largest = float(np.maximum(largest, np.max(np.abs(apart), initial=0.0)))
-        if not count and unequal.any():
-            place = np.unravel_index(int(np.argmax(unequal)), block.shape)
+        if not count and unlike.any():
+            place = np.unravel_index(int(np.argmax(unlike)), block.shape)
             at = tuple(int(index) + begin for index, begin in zip(place, block.offset, strict=True))
             values = (float(wide[place]), float(other[place]))
-        count += int(np.count_nonzero(unequal))
+        count += int(np.count_nonzero(unlike))
     if not count and kinds[0] == kinds[1]:
         return None
     norm = math.sqrt(squares)
@@ -140,7 +140,7 @@ def _difference(
     return TensorDifference(name, kinds, count, math.prod(shape), at, values, norm, relative, largest)
 
 
-def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
+def unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
     """Return where two arrays differ: to the bit, or as numbers if their dtypes differ."""
     if a.dtype != b.dtype:
         return np.asarray(a.astype(np.float64) != b.astype(np.float64))

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from ppctl.checkpoint.arrays import numpy_dtype
+from ppctl.checkpoint.arrays import numpy_dtype, unequal
 from ppctl.checkpoint.boxes import Box, Shape
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order
 from ppctl.errors import CheckpointError, Problem, pasted
@@ -290,9 +290,7 @@ def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(a - b)
-    bits = np.dtype(f"u{ours.dtype.itemsize}")
-    same = ours.view(bits) == theirs.view(bits) if ours.dtype == theirs.dtype else a == b
-    return np.asarray(np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart)))
+    return np.asarray(np.where(unequal(ours, theirs), np.where(np.isnan(apart), np.inf, apart), 0.0))
 
 
 def _first_action(first: Side, second: Side, tolerance: float) -> ActionDifference | None:

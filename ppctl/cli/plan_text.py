@@ -11,7 +11,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.letters import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
-from ppctl.plan.memory_limit import Unit, amount, available_text, peak_terms, unit_for
+from ppctl.plan.memory_limit import Unit, amount, peak_terms, unit_for, used_text
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.schedule.text_timeline import timeline_text
 
@@ -160,14 +160,8 @@ def room(plan: Plan) -> str:
 
 def limit_line(plan: Plan) -> list[str]:
     """The memory that a rank may hold, and the share of the highest peak; nothing if no limit is known."""
-    limit = plan.limit
-    if limit is None or limit.available_bytes <= 0:
-        return []
-    share = plan.peak_bytes / limit.available_bytes
     tight = "; tight: fragmentation of the allocator, which is not planned, may not fit" if plan.tight else ""
-    return [
-        f"a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}: {share:.1%} of it is used{tight}"
-    ]
+    return [f"{line}{tight}" for line in used_text(plan.limit, plan.peak_bytes)]
 
 
 def times(plan: Plan) -> list[str]:

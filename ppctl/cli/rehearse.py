@@ -7,14 +7,16 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 
-from ppctl.cli.console import note, print_problems, width
-from ppctl.cli.rehearsal_text import rehearsal_text
+from ppctl.checkpoint.tensor_parts import spans
+from ppctl.cli.console import aligned, note, print_problems, prose, width
 from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
 from ppctl.config.argv import Arguments
 from ppctl.config.compose import Composed
@@ -22,17 +24,23 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem, TrainingError
 from ppctl.host.private_files import own_directory
 from ppctl.host.processes import python, unwinding_on_term
+from ppctl.launch import planning
 from ppctl.launch.described import absent_for
 from ppctl.launch.machine import with_overrides
-from ppctl.launch.planning import planned, without_memory
 from ppctl.plan import Plan
+from ppctl.plan.memory_limit import MIB, Unit, amount, size_text, unit_for, used_text
 from ppctl.plan.rehearsal import Rehearsal, kinds_of, shortened
 from ppctl.records.json_reader import read
-from ppctl.records.rehearsal_record import Rehearsed
+from ppctl.records.rehearsal_record import STEP, LayerKernels, Rehearsed, StageMemory
 from ppctl.runs.rundir import RunDir
 
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12
+_LAUNCH_SECONDS = 5e-6
+"""Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. The
+lower end, since this is a bound."""
+_MIB = Unit("MiB", MIB)
+_EQUAL = "equal to the byte"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Exit code 0; 1 if a rank fails; 2 for the config; 4 if the memory does not fit."""
-    composed, plan, planning = _planned_for_gpus(args.line)
-    problems = without_memory(planning)
+    composed, plan, found = _planned_for_gpus(args.line)
+    problems = planning.without_memory(found)
     problems += _not_rehearsed(composed.config)
     if plan is not None and args.rank is not None and not 0 <= args.rank < plan.sizes.world:
         message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"
@@ -64,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rehearsal.report() | {"problems": [problem.to_json() for problem in problems]}, indent=2))
     else:
-        print(rehearsal_text(rehearsal, width()))
+        print(_text(rehearsal, width()))
     print_problems(problems)
     if args.timeline is not None:
         write_timeline(rehearsal.picture(), Path(args.timeline))
@@ -73,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _planned_for_gpus(line: Arguments) -> tuple[Composed, Plan | None, list[Problem]]:
     """The plan as it is on GPUs, whatever this machine has: ranks are rehearsed as they run there."""
-    composed, plan, problems = planned(line, for_training=True)
+    composed, plan, problems = planning.planned(line, for_training=True)
     if composed.config.launch.device == "cuda":
         return composed, plan, problems
     note(f"note: rehearsed as on GPUs ({_GPU})")
-    return planned(replace(line, overrides=with_overrides(line.overrides, _GPU)), for_training=True)
+    return planning.planned(replace(line, overrides=with_overrides(line.overrides, _GPU)), for_training=True)
 
 
 def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
@@ -165,3 +173,202 @@ def _failure(rank: int, out: str, error: str) -> PpctlError:
     reason = next((line for line in reversed(lines) if line[0] != " "), "it ended without a message")
     message = f"the rehearsal of rank {rank} failed: {reason}"
     return TrainingError(Problem("PP-E780", message, "ppctl plan", "\n".join(lines[-_LAST_LINES:])))
+
+
+# The text: the verdict, then what was planned beside what was measured
+
+
+def _text(rehearsal: Rehearsal, columns: int) -> str:
+    """Everything, in paragraphs: the verdict first."""
+    parts = [_verdict(rehearsal), _peaks(rehearsal), _state(rehearsal), _kept(rehearsal), _waits(rehearsal)]
+    parts += [_launching(rehearsal), _layers(rehearsal), _messages(rehearsal)]
+    return "\n\n".join(f"{prose(head, columns)}\n{table}".rstrip() for head, table in parts if head)
+
+
+_Part = tuple[list[str], str]
+"""Lines of words, which are wrapped, and below them a table, which is not; without lines it is left out."""
+_Key = tuple[str, str]
+
+
+def _verdict(rehearsal: Rehearsal) -> _Part:
+    most = max(rehearsal.peaks, key=lambda peak: peak.peak_bytes)
+    planned = rehearsal.plan.pp_ranks[most.pp_rank].peak_bytes
+    peak = f"{amount(most.peak_bytes)} on pp_rank {most.pp_rank} in {most.peak_action} (planned: {amount(planned)})"
+    lines = [f"{rehearsal.plan.name} {_fits(rehearsal, most.peak_bytes)}: memory peaks at {peak}"]
+    lines += used_text(rehearsal.plan.limit, most.peak_bytes)
+    kept = ((rehearsal.planned_kept(memory.stage), memory.kept) for _, memory in _stages(rehearsal))
+    peaks = ((rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes, peak.peak_bytes) for peak in rehearsal.peaks)
+    state = max(abs(measured - planned) for _, _, planned, measured in _state_of(rehearsal))
+    lines.append(
+        f"against the plan: weights, gradients and optimizer "
+        f"{f'within {size_text(state)}' if state else _EQUAL}, "
+        f"kept activations {_within(kept)}, peaks {_within(peaks)}"
+    )
+    return [*lines, _rehearsed(rehearsal)], ""
+
+
+def _rehearsed(rehearsal: Rehearsal) -> str:
+    plan, (short, whole) = rehearsal.plan, rehearsal.microbatches
+    covered = [peak.pp_rank for peak in rehearsal.peaks]
+    kinds = "one of each kind" if len(covered) == len(plan.pp_ranks) else f"for pp_rank {', '.join(spans(covered))}"
+    count = f"{short} of a step's {whole} microbatches" if short < whole else f"all {whole} microbatches"
+    return f"rehearsed: {len(rehearsal.ranks)} of {plan.sizes.world} ranks, {kinds}, with {count}"
+
+
+def _fits(rehearsal: Rehearsal, peak: int) -> str:
+    limit = rehearsal.plan.limit
+    if limit is None:
+        return "is held against no limit (launch.device_memory=null)"
+    if peak > limit.available_bytes:
+        return "does not fit"
+    return "fits, tight" if rehearsal.tight else "fits"
+
+
+def _within(pairs: Iterable[tuple[int, int]]) -> str:
+    shares = [abs(_share(*pair)) for pair in pairs if pair[0] != pair[1]]
+    return f"within {ceil(1000 * max(shares)) / 1000:.1%}" if shares else _EQUAL
+
+
+def _share(planned: int, measured: int) -> float:
+    return measured / planned - 1 if planned else float(bool(measured))
+
+
+def _difference(planned: int, measured: int) -> str:
+    if planned == measured:
+        return "equal"
+    share = f"{_share(planned, measured):+.2%}"
+    return "<0.01%" if share[1:] == "0.00%" else share
+
+
+def _peaks(rehearsal: Rehearsal) -> _Part:
+    rows = [["pp_rank", "planned", "measured", "difference", "at", "from"]]
+    unit = unit_for(max(peak.peak_bytes for peak in rehearsal.peaks))
+    source = {pp_rank: each.rank for kind, each in rehearsal.measured for pp_rank in kind.pp_ranks}
+    for peak in rehearsal.peaks:
+        pair = rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes, peak.peak_bytes
+        cells = [*map(unit.of, pair), _difference(*pair), peak.peak_action, f"rank {source[peak.pp_rank]}"]
+        rows.append([str(peak.pp_rank), *cells])
+    return [f"Peak memory in {unit.name}, the action at the peak, and the rank that it follows from"], aligned(
+        rows, right=4
+    )
+
+
+def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
+    """Rank, what, planned and measured bytes."""
+    for each in rehearsal.ranks:
+        cost = rehearsal.cost_of(each.rank)
+        yield each.rank, "weights", cost.weight_bytes, each.weight_bytes
+        yield each.rank, "gradients", cost.gradient_bytes, each.gradient_bytes
+        yield each.rank, "optimizer", cost.optimizer_bytes, each.optimizer_bytes
+
+
+def _state(rehearsal: Rehearsal) -> _Part:
+    rows = [["", "planned", "measured", "difference"]]
+    for rank, what, planned, measured in _state_of(rehearsal):
+        if planned != measured:
+            more = f"{'-+'[measured > planned]}{size_text(abs(measured - planned))}"
+            rows.append([f"rank {rank} {what}", _MIB.of(planned), _MIB.of(measured), more])
+    return (["State in MiB, where it is not as planned"] if len(rows) > 1 else []), aligned(rows, right=4)
+
+
+def _stages(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsed, StageMemory]]:
+    return ((each, memory) for each in rehearsal.ranks for memory in each.stages)
+
+
+def _kept(rehearsal: Rehearsal) -> _Part:
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for _, memory in _stages(rehearsal):
+        pair = rehearsal.planned_kept(memory.stage), memory.kept
+        more = max(memory.in_forward - memory.kept, 0), memory.in_backward
+        rows.setdefault((*map(_MIB.of, pair), _difference(*pair), *map(_MIB.of, more)), []).append(memory.stage)
+    head = ["stage", "planned", "measured", "difference", "more in F", "more in B"]
+    text = (
+        "Activations of a microbatch in MiB: kept from forward to backward, and what is needed besides while these run"
+    )
+    return [text], aligned([head, *([", ".join(spans(stages)), *cells] for cells, stages in rows.items())], right=6)
+
+
+def _waits(rehearsal: Rehearsal) -> _Part:
+    by_place = _by_rank(
+        ((f"{wait.file}:{wait.line}", wait.during), each.rank, wait.count, 0)
+        for each in rehearsal.ranks
+        for wait in each.host_waits
+    )
+    if not by_place:
+        return ["The host never waits for the device"], ""
+    rows = []
+    for (place, during), sums in sorted(by_place.items(), key=lambda item: (item[0][1] == STEP, item[0])):
+        counts = sorted(count for count, _ in sums.values())
+        rows.append([place, _times(counts, during, rehearsal.microbatches[1]), _ranks(rehearsal, sums)])
+    return ["Where the host waits for the device"], aligned(rows)
+
+
+def _times(counts: Sequence[int], during: str, microbatches: int) -> str:
+    """`once per step`, `12 to 14 per microbatch in forward`."""
+    whole = during != STEP and not any(count % microbatches for count in counts)
+    often = [count // microbatches if whole else count for count in counts]
+    times = "once" if often[-1] == 1 else _range(often)
+    return f"{times} per {'microbatch' if whole else 'step'}{'' if during == STEP else f' in {during}'}"
+
+
+def _launching(rehearsal: Rehearsal) -> _Part:
+    rows = [["rank", "operations", "launches", "seconds"]]
+    for each in rehearsal.ranks:
+        operations = sum(part.count for part in each.operations)
+        launches = sum(part.launches for part in each.operations)
+        rows.append([str(each.rank), f"{operations:,}", f"{launches:,}", f"{launches * _LAUNCH_SECONDS:.3g}"])
+    head = (
+        f"Operations and kernel launches of a step, and the least that the host needs for them at "
+        f"{1e6 * _LAUNCH_SECONDS:.0f} us a launch (the plan's step: {rehearsal.plan.step_time_s:.3g} s)"
+    )
+    return [head], aligned(rows, right=4)
+
+
+def _layers(rehearsal: Rehearsal) -> _Part:
+    sums: dict[tuple[str, str], Counter[str]] = {}
+    for layer in (layer for each in rehearsal.ranks for layer in each.layers):
+        counts = sums.setdefault((layer.kind, layer.during), Counter())
+        counts.update({name: getattr(layer, name) for name in ("passes", *layer.COUNTED)})
+    rows = [["layer", "pass", "kernels", "others", "their GB", "host waits"]]
+    for (kind, during), counts in sums.items():
+        kernels, others, size, waits = (counts[name] / counts["passes"] for name in LayerKernels.COUNTED)
+        rows.append([kind, during, f"{kernels:.4g}", f"{others:.4g}", f"{size / 1e9:.2f}", f"{waits:.3g}"])
+    head = (
+        "Kernels of a layer and microbatch, those that are neither products nor attention, and what these read and "
+        "write. A backward computes again what is recomputed and adds to the weights' gradients, unless a W does"
+    )
+    return ([head] if sums else []), aligned(rows, right=6)
+
+
+def _messages(rehearsal: Rehearsal) -> _Part:
+    by_kind = _by_rank(
+        ((part.kind, part.group), each.rank, part.count, part.bytes)
+        for each in rehearsal.ranks
+        for part in each.traffic
+    )
+    unit = unit_for(max((size for sums in by_kind.values() for _, size in sums.values()), default=0))
+    rows = [["what", "over", "count", unit.name, "ranks"]]
+    for (what, group), sums in sorted(by_kind.items()):
+        counts, sizes = (sorted(column) for column in zip(*sums.values(), strict=True))
+        size = " to ".join(dict.fromkeys(map(unit.of, (sizes[0], sizes[-1]))))
+        rows.append([what, group, _range(counts), size, _ranks(rehearsal, sums)])
+    return (["Messages and collectives of one rank in a step"] if by_kind else []), aligned(rows, right=4)
+
+
+def _by_rank(parts: Iterable[tuple[_Key, int, int, int]]) -> dict[_Key, dict[int, tuple[int, int]]]:
+    """Counts and bytes of the same key, added up for each rank. A part is its key, rank, count and bytes."""
+    by_key: dict[_Key, dict[int, tuple[int, int]]] = {}
+    for key, rank, count, size in parts:
+        sums = by_key.setdefault(key, {})
+        counts, sizes = sums.get(rank, (0, 0))
+        sums[rank] = counts + count, sizes + size
+    return by_key
+
+
+def _range(counts: Sequence[int]) -> str:
+    return f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
+
+
+def _ranks(rehearsal: Rehearsal, ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return "all ranks" if len(numbers) == len(rehearsal.ranks) else f"rank {', '.join(spans(numbers))}"

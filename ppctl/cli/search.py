@@ -42,9 +42,8 @@ from ppctl.plan.sizes import SEQUENCE
 from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
 from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
 from ppctl.search.branch import Search
-from ppctl.search.contradictions import contradictions, planned_problems
 from ppctl.search.refine import Refinement
-from ppctl.search.space import AXES, SEARCHED, SearchSpace
+from ppctl.search.space import AXES, SEARCHED, SearchSpace, contradictions, planned_problems
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""

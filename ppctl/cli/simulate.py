@@ -17,9 +17,9 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Placement, Schedule
 from ppctl.schedule.compare import PolicyFigures, compare
 from ppctl.schedule.lane_orders import Task, placements, unit_of_memory
+from ppctl.schedule.order_search import FoundSchedule, find_best
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import AUTO, make_schedule, schedule_policy
-from ppctl.schedule.search import FoundSchedule, find_best
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time

@@ -16,7 +16,7 @@ from ppctl.schedule.trace import step_time
 
 FORMS = {
     ".html": ("ppctl.schedule.drawings", "timeline_html"),
-    ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
+    ".json": ("ppctl.schedule.drawings", "perfetto_json"),
     ".txt": ("ppctl.cli.timeline", "plain"),
 }
 """A file's ending -> the function that draws a picture; its module is imported only when it is needed."""

@@ -1,11 +1,10 @@
 """The closed configuration: its schema, how it is composed from words, and how it is checked.
 
-    schema       all keys, in groups: model_config, training_config, launch_config (and kubernetes_config),
-                 model_parallel_config and pipeline_config
+    schema       all keys, in groups: training_config, launch_config, model_parallel_config, pipeline_config
     metadata     what a field knows of its key, its limit among that; keys reads it
     argv         words -> overrides; flags: what Megatron's flags mean; unknown_words
-    translate    another system's file -> overrides: other_configs reads it, name_tables has the names, which are pages,
-                 other_systems what several settings mean together
+    translate    another system's file -> overrides: name_tables has the names, which are pages, other_systems what
+                 several settings mean together
     compose      the road from words to a config: draft has its layers, mapping gives types, checks finds problems
     hydra_source the only importer of Hydra; yaml_file reads one file, resources finds it
     checks       limits, and the rules by subject: model_rules, parallel_rules, run_rules, precision, data_paths

@@ -5,7 +5,7 @@ The order of strength: defaults, conf/, recipe, `model.from`, command line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ppctl.config.argv import PLACE, Arguments, normalise, typed_again
@@ -13,6 +13,7 @@ from ppctl.config.checks import check, ignored, notes
 from ppctl.config.draft import (
     DEFAULT,
     GLOBAL_BATCH,
+    TOKENIZER,
     CountSamples,
     Draft,
     ReadModel,
@@ -24,12 +25,18 @@ from ppctl.config.draft import (
     split_choices,
     with_remedy,
 )
+from ppctl.config.keys import text_keys
 from ppctl.config.mapping import convert
 from ppctl.config.model_rules import without_effect
 from ppctl.config.schema import RunConfig
 from ppctl.config.unknown_words import not_an_override
-from ppctl.config.vocabulary import CountTokens, vocabulary
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, PpctlError, Problem
+
+_VOCABULARY, _DIVISOR = "model.vocab_size", "model.make_vocab_size_divisible_by"
+_TP = "parallel.tensor_model_parallel_size"
+
+CountTokens = Callable[[str], int]
+"""From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
 
 
 class RefusedError(ConfigError):
@@ -82,7 +89,7 @@ def compose(
     if scale is not None:
         scale_down(draft, scale, arguments.sources.get("scale", PLACE))
     if count_tokens is not None:
-        vocabulary(draft, count_tokens, for_training=for_training)
+        _vocabulary(draft, count_tokens, for_training=for_training)
     return _checked(draft, arguments, for_training, count_samples)
 
 
@@ -116,6 +123,44 @@ def _read(overrides: Sequence[str] | Arguments) -> Arguments:
     """The arguments as a command has read them, or read from words; words that are no overrides become problems."""
     arguments = overrides if isinstance(overrides, Arguments) else normalise(overrides)
     return replace(arguments, problems=[*arguments.problems, *map(not_an_override, arguments.rest)])
+
+
+def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:
+    """Set a vocabulary that nothing sets by the tokenizer, and round it as Megatron does."""
+    source, rows, tokenizer = draft.source(_VOCABULARY), draft.values[_VOCABULARY], draft.values[TOKENIZER]
+    if source.startswith("model.from"):
+        return  # its weights have these rows
+    reason = ""
+    if source == DEFAULT or source.startswith("scale="):
+        if draft.source(TOKENIZER) != DEFAULT and isinstance(tokenizer, str):
+            try:
+                rows = count_tokens(tokenizer)
+                reason = f"{TOKENIZER}={tokenizer} has {rows:,} tokens"
+            except PpctlError as error:
+                if for_training:
+                    draft.problems += error.problems
+                else:
+                    reasons = "; ".join(problem.message for problem in error.problems)
+                    draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
+        elif source == DEFAULT and not draft.values["model.from"] and draft.source("data.path") != DEFAULT:
+            without = f"data.path is set, and neither {TOKENIZER} nor {_VOCABULARY}"
+            draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
+    multiple = _multiple(draft)
+    if multiple > 1 and isinstance(rows, int) and rows % multiple:
+        before = reason or f"{rows:,} ({source})"
+        divisor = f"make_vocab_size_divisible_by {draft.values[_DIVISOR]} x tp {draft.values[_TP]}"
+        rows, reason = -(-rows // multiple) * multiple, f"{before}, rounded up to a multiple of {divisor}"
+    if reason:
+        draft.put(_VOCABULARY, rows, f"derived: {reason}")
+
+
+def _multiple(draft: Draft) -> int:
+    """The number that the vocabulary becomes a multiple of; 1 if a factor is wrong, which `check` reports."""
+    divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
+    sound = all(
+        type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))
+    )
+    return divisor * tp if sound and divisor > 1 else 1
 
 
 def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_samples: CountSamples | None) -> Composed:

@@ -1,6 +1,6 @@
 """The closed configuration: one dataclass per group of keys, and RunConfig that holds them.
 
-Groups with files of their own: `model_config`, `training_config`, `launch_config`; Megatron's and NeMo's fields:
+Groups with files of their own: `training_config`, `launch_config`; Megatron's and NeMo's fields:
 `model_parallel_config`, `pipeline_config`. Importers take all of them from here.
 """
 
@@ -13,22 +13,31 @@ from typing import Any
 from ppctl.config.launch_config import LaunchConfig, LogConfig
 from ppctl.config.metadata import (
     ACTIVATIONS,
+    BELOW_ONE,
     MOST_CAPACITY,
+    MOST_HEADS,
+    MOST_INNER_WIDTH,
+    MOST_PREDICTED,
     MOST_RANKS,
     MOST_SAMPLES,
     MOST_STAGES,
+    MOST_TOKENS,
+    MOST_VOCABULARY,
+    MOST_WIDTH,
     MOST_WORKSPACE_MIB,
     NOT_EMPTY,
+    PYTHON_NAMES,
     RANK_ORDER,
     SHARE,
     attribute_of,
+    each_of,
     key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.model_config import ModelConfig
 from ppctl.config.model_parallel_config import ModelParallelConfig
+from ppctl.config.pieces import MTP_PIECES
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.config.training_config import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
 from ppctl.host.accelerators import DEVICES, STACKS
@@ -47,6 +56,183 @@ __all__ = [
     "RunPipelineConfig",
     "TrainConfig",
 ]
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The decoder, in Megatron's names."""
+
+    from_: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
+    """Where sizes and first weights come from: a Hugging Face directory, a checkpoint or a run; none draws weights."""
+    implementation: str = key("auto", one_of("auto", "ppctl", "transformers"), training=True)
+    """Whose code runs the model of model.from: `transformers`, the model's own forward on every stage; `ppctl`, blocks
+    of ppctl's (fp8, tp, cp, ep; a dozen families); `auto`, ppctl's where it knows the family, else transformers'."""
+    hf_overrides: dict[str, str] = key(dict, training=True)
+    """Other values for fields of config.json, if the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
+    lora: dict[str, Any] = key(dict, training=True)
+    """Train low-rank adapters beside frozen weights, where the code is transformers': `rank` and `targets`, names of
+    the modules that get one, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank;
+    `layers`, `dropout`, and `modules_to_save`, names of modules that are trained whole beside them."""
+    transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
+    """The description of a model whose code is transformers', as JSON. Set by model.from, never typed."""
+    num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)
+    """Decoder layers, MTP layers not counted."""
+    hidden_size: int = key(256, positive(MOST_WIDTH), names="--hidden-size")
+    """Width of the residual stream."""
+    ffn_hidden_size: int = key(704, positive(MOST_INNER_WIDTH), names="--ffn-hidden-size")
+    """Width of the dense feed-forward."""
+    gated_linear_unit: bool = key(True, known_as="--swiglu")
+    """SwiGLU (gate, up, down); false: two matrices with GELU between them (its form with tanh), as GPT-3."""
+    add_bias_linear: bool = False
+    """Biases on every linear layer of attention and feed-forward, as GPT-3."""
+    normalization: str = key("RMSNorm", one_of("RMSNorm", "LayerNorm"))
+    """`RMSNorm`, or `LayerNorm` (with a bias, as GPT-3)."""
+    num_attention_heads: int = key(8, positive(MOST_HEADS), names="--num-attention-heads")
+    """Query heads."""
+    num_query_groups: int | None = key(None, positive(MOST_HEADS), names="--num-query-groups")
+    """Key/value heads (GQA); none means num_attention_heads."""
+    kv_channels: int | None = key(None, positive(MOST_HEADS), names="--kv-channels")
+    """Width of one head; none means hidden_size / num_attention_heads."""
+    vocab_size: int = key(320, positive(MOST_VOCABULARY), names="--vocab-size")
+    """Rows of the embedding and of the output projection, padding included. Where nothing sets it, as many as the
+    tokens of data.tokenizer."""
+    make_vocab_size_divisible_by: int = key(
+        1, positive(MOST_VOCABULARY), names="--make-vocab-size-divisible-by", training=True
+    )
+    """vocab_size is rounded up to a multiple of this times tp, as Megatron does (not that of model.from)."""
+    max_position_embeddings: int = key(4096, positive(MOST_TOKENS), names="--max-position-embeddings")
+    """Longest sequence that the model supports."""
+    position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"))
+    """`rope`, or `learned_absolute`: a table of max_position_embeddings rows beside the embedding, as GPT-3."""
+    rotary_base: float = key(10000.0, positive())
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = key(1.0, positive(1), needs="model.multi_latent_attention=false")
+    """Fraction of every head that is rotated, from its first dimension on (not for MLA)."""
+    rotary_interleaved: bool = False
+    """Rotate pairs of neighbouring elements (DeepSeek) instead of elements half a head apart (Llama)."""
+    rotary_scaling_factor: float | None = key(None, positive(), known_as="--rope-scaling-factor")
+    """Factor by which the context is extended; none leaves RoPE unscaled."""
+    rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"))
+    """How the context is extended: `yarn`, or `llama3` as Llama 3.1 does."""
+    original_max_position_embeddings: int = key(
+        4096, positive(MOST_TOKENS), known_as="--yarn-original-max-position-embeddings"
+    )
+    """Longest sequence before the extension."""
+    beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast")
+    """Frequencies with more rotations than this within the original length are kept (llama3: high_freq_factor)."""
+    beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow")
+    """Frequencies with fewer rotations are divided by the factor, those between interpolated (low_freq_factor)."""
+    mscale: float = key(1.0, not_negative())
+    """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
+    mscale_all_dim: float = key(0.0, not_negative(), needs="model.multi_latent_attention=true")
+    """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""
+    norm_epsilon: float = key(1e-5, positive(), known_as="--layernorm-epsilon")
+    """Added inside norms to the mean square, or to the variance."""
+    init_method_std: float = key(0.02, not_negative(), training=True)
+    """Standard deviation of initial weights."""
+    share_embeddings_and_output_weights: bool = False
+    """Tie the output projection to the token embedding."""
+    add_qkv_bias: bool = key(False, needs="model.multi_latent_attention=false")
+    """Biases on the query, key and value projections."""
+    qk_layernorm: bool = False
+    """A norm on every query and key head."""
+    attention_backend: str = key(
+        "auto", one_of("auto", "fused", "flash", "unfused"), names="--attention-backend", training=True
+    )
+    """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
+    `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
+    kernels: list[str] | None = key(None, PYTHON_NAMES, training=True)
+    """Kernels that are not ppctl's, as [package.module:name]: values of ppctl.Kernel, which ranks import from where
+    Python finds them (PYTHONPATH). Of several for one role the first serves that fits (docs/kernels.md)."""
+    cp_comm_type: str | list[str] = key(
+        "p2p", each_of(("p2p", "all_gather", "a2a", "a2a+p2p")), names="--cp-comm-type", training=True
+    )
+    """How ranks that share a sequence exchange it for attention; a list has one for all, or for each decoder layer.
+    `p2p`: keys and values in a ring; `all_gather`: all at once; `a2a`: each rank gets whole sequences of some heads;
+    `a2a+p2p`: this among neighbours, a ring between their groups (parallel.hierarchical_context_parallel_sizes)."""
+    fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
+    """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
+    dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""
+    fp8_recipe: str = key(
+        "rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True, needs="model.fp8"
+    )
+    """Which values share a scale: `rowwise`, a row; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight. On a
+    GPU models with experts take `rowwise`, with model.fp8=e4m3."""
+    attention_dropout: float = key(0.0, BELOW_ONE, training=True)
+    """Fraction of attention probabilities that is dropped; uses ppctl's own attention instead of fused kernels."""
+    hidden_dropout: float = key(0.0, BELOW_ONE, training=True)
+    """Fraction of each block's output, and of the embedding's, that is dropped."""
+    # Multi-head latent attention
+    multi_latent_attention: bool = False
+    """Keys and values from a compressed latent (MLA) in place of grouped heads."""
+    q_lora_rank: int | None = key(None, positive(MOST_WIDTH))
+    """MLA: width of the compressed query; none projects queries directly."""
+    kv_lora_rank: int = key(512, positive(MOST_WIDTH))
+    """MLA: width of the compressed keys and values."""
+    qk_head_dim: int = key(128, positive(MOST_HEADS))
+    """MLA: width of a head without positions."""
+    qk_pos_emb_head_dim: int = key(64, positive(MOST_HEADS))
+    """MLA: width of a head that carries positions."""
+    v_head_dim: int = key(128, positive(MOST_HEADS))
+    """MLA: width of a value head."""
+    # Mixture of experts
+    num_moe_experts: int | None = key(None, positive(MOST_HEADS), names="--num-experts")
+    """Routed experts of an MoE layer; none makes every layer dense."""
+    moe_router_topk: int = key(2, positive(MOST_HEADS))
+    """Experts per token."""
+    moe_ffn_hidden_size: int | None = key(None, positive(MOST_INNER_WIDTH))
+    """Width of one expert; none means ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = key(None, positive(MOST_INNER_WIDTH))
+    """Total width of the shared experts; none means no shared expert."""
+    moe_layer_freq: Any = 1
+    """1: every layer is MoE; N: every N-th; a list of 0/1 or Megatron's expression, as "[0]*3+[1]*58"."""
+    moe_router_score_function: str = key("softmax", one_of("softmax", "sigmoid"))
+    """How scores are normalised: `softmax` or `sigmoid`."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, so that the chosen experts' weights do not add up to 1."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance experts by a bias on their scores instead of by a loss."""
+    moe_router_bias_update_rate: float = key(1e-3, not_negative(), training=True)
+    """Step size of that bias."""
+    moe_router_num_groups: int | None = key(None, positive(MOST_HEADS))
+    """Groups that the experts are divided into for group-limited routing."""
+    moe_router_group_topk: int | None = key(None, positive(MOST_HEADS))
+    """Groups that a token may be routed to."""
+    moe_router_topk_scaling_factor: float | None = key(None, positive())
+    """Factor on the chosen experts' weights."""
+    moe_router_load_balancing_type: str = key("aux_loss", one_of("aux_loss", "seq_aux_loss", "none"), training=True)
+    """`aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
+    moe_aux_loss_coeff: float = key(0.0, not_negative(), training=True)
+    """Weight of the balancing loss."""
+    moe_z_loss_coeff: float | None = key(None, not_negative(), training=True)
+    """Weight of the loss on the size of router logits."""
+    # Multi-token prediction
+    mtp_num_layers: int | None = key(None, not_negative(MOST_PREDICTED), names="--mtp-num-layers", layout=True)
+    """Multi-token prediction layers after the decoder; none means none."""
+    mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
+    """Weight of the MTP losses in the training loss."""
+    mtp_loss_scaling_pieces: list[Any] | None = key(None, MTP_PIECES, training=True)
+    """Other weights before that: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head (not of MLA's)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of one routed expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def outputs(self) -> int:
+        """Hidden states from which the loss layer computes logits: the decoder's, and one for each MTP module."""
+        return 1 + (self.mtp_num_layers or 0)
 
 
 @dataclass(kw_only=True, slots=True)

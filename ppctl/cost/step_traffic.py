@@ -103,7 +103,7 @@ def _norms(found: Traffic, stages: Stages, sizes: ParallelSizes, sums: Sums) -> 
     """The squared norms of divided gradients, and then each parameter's norm from its pp_rank."""
     rows, wide = stages.normed[stages.pp_rank], max(4, sums.weight)
     if sums.sharding != "none":
-        for axis, ranks, own in _groups(list(rows), sizes, _apart(sizes)):
+        for axis, ranks, own in _groups(list(rows), sizes):
             found.note(axis, "all_reduce", 2 * wide * len(own) * (ranks - 1) / ranks)
     parts = Parts(*(Place(0, getattr(sizes, axis)) for axis in Parts._fields))
     for axis in ("tp", "etp", "ep"):
@@ -146,12 +146,11 @@ def step_sums(
     """Traffic of the step's end on a rank with these stages: sums over replicas and tensor-parallel ranks, and weights.
     If a tensor is cut into uneven runs, the first rank's run counts. Buckets are those of `parallel/replicate.py`."""
     found, every, partial = Traffic(), [], []
-    apart = _apart(sizes)
     for layers in stages:
         rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
         every += rows
         in_parts = [row for row in rows if not (sums.owned and row.hidden_matrix)]
-        for axis, ranks, own in _groups(in_parts, sizes, apart):
+        for axis, ranks, own in _groups(in_parts, sizes):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 _note_gradient_sum(found, axis, ranks, bucket, sums)
     for row in every:
@@ -169,7 +168,7 @@ def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: Parallel
     rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
     sums = [
         bucket
-        for *_, own in _groups(rows, sizes, _apart(sizes))
+        for *_, own in _groups(rows, sizes)
         for bucket in buckets([held(row.elements, row.axes, sizes) for row in own])
     ]
     return width * max((sum(bucket) for bucket in sums if len(bucket) > 1), default=0)
@@ -186,7 +185,7 @@ def _matrices(
     ]
     every = {name: row for own in named for name, row in own.items()}
     size = {name: held(row.elements, row.axes, sizes) for name, row in every.items()}
-    for axis, ranks, shared in _groups(list(every.values()), sizes, _apart(sizes)):
+    for axis, ranks, shared in _groups(list(every.values()), sizes):
         shapes = {n: (size[n] // prod(row.shape[-2:]), *row.shape[-2:]) for n, row in every.items() if row in shared}
         owners = owned_runs(shapes, ranks)
         passes = [("reduce", own, sums.gradient) for own in named]
@@ -199,14 +198,11 @@ def _matrices(
                 found.note(axis, kind, sum(bucket) * width * (ranks - 1) / ranks, number)
 
 
-def _apart(sizes: ParallelSizes) -> bool:
-    """Whether copies of experts are on other ranks than copies of the other weights."""
-    return any(getattr(sizes, axis) > 1 for axis in ("tp", "cp", "ep", "etp"))
-
-
-def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterator[tuple[str, int, list[Parameter]]]:
+def _groups(rows: list[Parameter], sizes: ParallelSizes) -> Iterator[tuple[str, int, list[Parameter]]]:
     """(axis, ranks, rows) of the groups that hold the same parameters, without groups of one rank, which send
     nothing."""
+    # Otherwise copies of experts are on the ranks of the other weights' copies.
+    apart = any(getattr(sizes, axis) > 1 for axis in ("tp", "cp", "ep", "etp"))
     dense = "cp-dp" if sizes.cp > 1 else "dp"
     for axis, ranks, spread in ((dense, sizes.dp * sizes.cp, False), ("edp", sizes.edp, True)):
         own = [row for row in rows if (apart and bool(row.experts)) == spread]

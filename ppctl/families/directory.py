@@ -27,7 +27,7 @@ SCALE = "_scale_inv"
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _BLOCK = (128, 128)
-_UNREAD = ("rotary_emb.inv_freq",)
+UNREAD = ("rotary_emb.inv_freq",)
 """Ends of names of tensors in old files that are not needed."""
 
 
@@ -159,7 +159,7 @@ def _misfits(opened: ModelDirectory, known: Collection[str]) -> Iterator[Problem
     expected = {name: shapes[of] for of, name in opened.names.items()}
     expected |= {name: shapes[of] for name, of in opened.copies.items()}
     missing = [name for name in expected if name not in opened.stored]
-    unknown = [name for name in opened.stored if name.removesuffix(SCALE) not in known and not name.endswith(_UNREAD)]
+    unknown = [name for name in opened.stored if name.removesuffix(SCALE) not in known and not name.endswith(UNREAD)]
     if missing:
         yield _misfit(opened, "lacks tensors of the model", missing)
     if unknown:

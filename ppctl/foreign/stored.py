@@ -15,13 +15,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ppctl.errors import CheckpointError, Problem, listed, pasted
+from ppctl.families.directory import UNREAD
 from ppctl.families.safetensors import Stored, read_directory
 from ppctl.foreign.cut import further_names
 from ppctl.foreign.library import Conversions, make_model
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_UNREAD = ("rotary_emb.inv_freq",)
-"""Ends of names of tensors in old files that are not needed."""
 
 
 class StoredWeights:
@@ -45,10 +44,10 @@ class StoredWeights:
             target, pattern = self._library.target_of(name)
             self._parts[target].append((pattern, name))
         self._refuse("lacks tensors of the model", [name for name in shapes if name not in self._parts])
-        unknown = [name for name in self._parts if name not in known and not name.endswith(_UNREAD)]
+        unknown = [name for name in self._parts if name not in known and not name.endswith(UNREAD)]
         self._refuse("holds tensors that the model lacks", unknown)
         other = [
-            name for name, each in self._headers.items() if each.dtype not in _FLOATS and not name.endswith(_UNREAD)
+            name for name, each in self._headers.items() if each.dtype not in _FLOATS and not name.endswith(UNREAD)
         ]
         self._refuse("holds tensors whose dtype transformers' own code is not trained with", other)
         mixed = [name for name in shapes if len({self._headers[part].dtype for _, part in self._parts[name]}) > 1]

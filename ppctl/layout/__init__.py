@@ -1,7 +1,7 @@
 """The layout language: `Et*3|(tt|)*29,m|L` and what it means.
 
-`layer_layout` is the public class, `reader` reads both written forms by the grammar of `parser`, `rules` judges and
-finds the nearest sound layout, `letters` holds letters, carets and the canonical string.
+`layer_layout` is the public class, `reader` reads both written forms, `rules` judges and finds the nearest sound
+layout, `letters` holds letters, carets and the canonical string.
 """
 
 from ppctl.layout.layer_layout import PipelineParallelLayerLayout, even_layout

@@ -2,7 +2,7 @@
 
 Stages are in model order; stage s is chunk s // pp of pp_rank s % pp, as in Megatron (a schedule may place them as a V:
 `action.Placement`). An object never changes and reads no global state: `pp_rank=None` means the rank that the object
-was bound to when it was made. `reader` reads both forms (by the grammar of `parser`), `rules` judges, `letters` writes.
+was bound to when it was made. `reader` reads both forms, `rules` judges, `letters` writes.
 """
 
 from __future__ import annotations

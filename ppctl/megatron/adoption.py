@@ -12,7 +12,7 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ppctl.megatron import functions
+from ppctl.megatron import forward_backward
 from ppctl.megatron.models import misuse
 from ppctl.megatron.pipelines import CORE, PipelineSizes, pipeline_sizes
 from ppctl.schedule.schedule_request import ScheduleRequest, requested
@@ -102,7 +102,7 @@ def adopt(
     if sizes is not None and sizes.pp > 1:
         request.check(sizes.pp, sizes.vpp or 1)
     again = bool(release())
-    functions.use(request)
+    forward_backward.use(request)
     return Adoption(tuple(_replace()), sizes, request, again)
 
 
@@ -118,7 +118,7 @@ def release() -> Sequence[ReplacedName]:
         if vars(module).get(name) is after:
             setattr(module, name, before)
             restored.append(place)
-    functions.use(ScheduleRequest())
+    forward_backward.use(ScheduleRequest())
     return restored[::-1]
 
 
@@ -132,7 +132,7 @@ def _replace() -> Iterator[ReplacedName]:
             continue
         for attribute, value in list(vars(module).items()):
             if (name := named.get(id(value))) is not None:
-                ours = getattr(functions, name)
+                ours = getattr(forward_backward, name)
                 setattr(module, attribute, ours)
                 _replaced.append((module, attribute, value, ours))
                 yield ReplacedName(module_name, attribute, name)

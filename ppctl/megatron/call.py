@@ -16,9 +16,8 @@ from ppctl.engine.stage import StageProgram
 from ppctl.megatron.message_shapes import Edges
 from ppctl.megatron.models import misuse, per_chunk, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.megatron.split_products import split_products
 from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_step, forward_step
-from ppctl.megatron.wgrad import Deferral, main_gradients
+from ppctl.megatron.wgrad import Deferral, main_gradients, split_products
 from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
 from ppctl.weight_gradients.functions import tell_what_stays

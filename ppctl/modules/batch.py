@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.model.loss import NO_TOKEN, microbatch_loss
-from ppctl.modules.rank_agreement import misuse
+from ppctl.modules.pipeline_agreement import misuse
 
 
 @dataclass(frozen=True, slots=True)

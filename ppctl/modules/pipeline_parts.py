@@ -19,7 +19,7 @@ from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.host.devices import MOST_QUEUES, QUEUES, group_backends
-from ppctl.modules.rank_agreement import CODE, agreed, misuse, refuse_unlike
+from ppctl.modules.pipeline_agreement import CODE, agreed, misuse, refuse_unlike
 from ppctl.modules.sources import (
     OwnModel,
     PipelineModel,

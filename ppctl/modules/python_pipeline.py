@@ -24,6 +24,7 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.foreign.cut_proof import Crossing
 from ppctl.modules.batch import GivenBatch, StepLoss, divide
 from ppctl.modules.calls import BatchRun, Prepared, run_dry
+from ppctl.modules.pipeline_agreement import SameCall, agreed, misuse, on_host, refuse_unlike
 from ppctl.modules.pipeline_parts import (
     check_kinds,
     device_of,
@@ -34,7 +35,6 @@ from ppctl.modules.pipeline_parts import (
     source_of,
     start_process_group,
 )
-from ppctl.modules.rank_agreement import SameCall, agreed, misuse, on_host, refuse_unlike
 from ppctl.modules.rank_stages import RankStages
 from ppctl.modules.sources import PipelineModel
 from ppctl.schedule.action import Placement, Schedule
@@ -250,11 +250,8 @@ class Pipeline:
             self._communicator = Communicator(group, channels=channels, device=self.device, transport=how)
         self._known[batch.shapes] = Prepared(crossing, schedule, forwards)
         if self.device.type == "cuda":
-            self._dry_pass(batch)
+            run_dry(self._run_of(batch), self.device)
         return batch
-
-    def _dry_pass(self, batch: GivenBatch) -> None:
-        run_dry(self._run_of(batch), self.device)
 
     def _divide(self, given: Any) -> GivenBatch:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)

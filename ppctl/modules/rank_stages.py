@@ -16,8 +16,8 @@ from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import CheckpointError, Problem, listed
 from ppctl.foreign.fully_shard import GradientSync, StageDtypes, dtypes_of
+from ppctl.modules.pipeline_agreement import agreed, misuse
 from ppctl.modules.pipeline_parts import request_of
-from ppctl.modules.rank_agreement import agreed, misuse
 from ppctl.modules.sources import PipelineModel
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.schedule.action import Placement

@@ -24,7 +24,7 @@ from ppctl.layout import even_layout
 from ppctl.layout.reader import read_layout
 from ppctl.model.loss import NO_TOKEN
 from ppctl.modules.batch import Microbatch
-from ppctl.modules.rank_agreement import misuse
+from ppctl.modules.pipeline_agreement import misuse
 from ppctl.plan.split_options import Unfit, stages_by_names
 from ppctl.schedule.policies import AUTO, POLICIES, schedule_policy
 

@@ -27,7 +27,7 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.engine.stage import AroundBackward, StageProgram
 from ppctl.errors import ConfigError, Problem
-from ppctl.modules.rank_agreement import CODE, agreed, misuse
+from ppctl.modules.pipeline_agreement import CODE, agreed, misuse
 from ppctl.schedule.action import BACKWARDS, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy, forwards_alone

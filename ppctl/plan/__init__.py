@@ -4,7 +4,7 @@
     build              makes them from a derivation, in this order:
     dispatch_nodes     by how many nodes tokens go to experts; expert_dispatch: what the plan says of it
     sizes              the world and the batch; rampup: a batch that grows
-    layout_choice      the layout, with split_options; auto_layout searches one, with layout_search and layout_scores
+    layout_choice      the layout, with split_options; auto_layout searches one, with layout_scores
     schedule_choice    the schedule and its warm-up, with schedule_search and schedule_file
     stages             what each stage holds, and what replicas divide of it
     memory, prices     what that costs, also from a measured profile, and what ranks send

@@ -117,9 +117,8 @@ def memory_violations(
     over = sum(cost.peak_bytes > limit.available_bytes for cost in costs)
     alone = ", also with one microbatch after another, the order that holds least" if least else ""
     message = (
-        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak{alone}, and a "
-        f"{'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)} "
-        f"({over} of {len(costs)} pp_ranks are over)"
+        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak{alone}, and "
+        f"{available_text(limit)} ({over} of {len(costs)} pp_ranks are over)"
     )
     held = f"{peak_terms(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
     needed = (worst.peak_bytes + limit.reserve_bytes) * limit.ranks
@@ -130,13 +129,21 @@ def memory_violations(
 
 
 def available_text(limit: DeviceLimit) -> str:
-    """The memory that a rank may use, and how it is computed: `77.50 GiB (80.00 GiB - 2.50 GiB kept for ...)`."""
-    whole = amount(limit.limit_bytes)
-    share = f" of a device that {limit.ranks} ranks share" if limit.ranks > 1 else ""
+    """The memory that a rank may use, and how it is computed: `a device has 77.50 GiB (80.00 GiB - 2.50 GiB ...)`."""
+    whole, who = amount(limit.limit_bytes), "a device"
+    if limit.ranks > 1:
+        whole, who = f"{whole} of a device that {limit.ranks} ranks share", "a rank"
     if not limit.reserve_bytes:
-        return f"{whole}{share}"
+        return f"{who} has {whole}"
     kept = f"{amount(limit.reserve_bytes)} kept for CUDA's context and communicators"
-    return f"{amount(max(limit.available_bytes, 0))} ({whole}{share} - {kept})"
+    return f"{who} has {amount(max(limit.available_bytes, 0))} ({whole} - {kept})"
+
+
+def used_text(limit: DeviceLimit | None, peak_bytes: int) -> list[str]:
+    """The memory that a rank may use, and the share of a peak; nothing if no limit is known."""
+    if limit is None or limit.available_bytes <= 0:
+        return []
+    return [f"{available_text(limit)}: {peak_bytes / limit.available_bytes:.1%} of it is used"]
 
 
 def _usual(values: ConfigValues) -> Iterator[Overrides]:

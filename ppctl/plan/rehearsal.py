@@ -282,7 +282,7 @@ class Rehearsal:
             return
         message = (
             f"pp_rank {worst.pp_rank} needs {amount(worst.peak_bytes)} at its peak in {worst.peak_action}, as "
-            f"rehearsed, and a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}"
+            f"rehearsed, and {available_text(limit)}"
         )
         yield Problem("PP-E801", message, "train.recompute_granularity=full", "launch.device_memory")
 

@@ -26,9 +26,9 @@ from ppctl.schedule.lane_orders import (
     placements,
     unit_of_memory,
 )
+from ppctl.schedule.order_search import ALLOWANCE, FoundSchedule, find_schedule, first_order
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO
-from ppctl.schedule.search import ALLOWANCE, FoundSchedule, find_schedule, first_order
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
 from ppctl.topology import ParallelSizes

@@ -13,8 +13,8 @@ from ppctl.errors import ConfigError, Problem, ScheduleError, pasted
 from ppctl.host.files import read_text
 from ppctl.schedule.action import MESSAGES, Op, Placement, Schedule
 from ppctl.schedule.lane_orders import Task, unit_of_memory
+from ppctl.schedule.order_search import find_schedule
 from ppctl.schedule.policies import AUTO, POLICIES, make_schedule, schedule_policy
-from ppctl.schedule.search import find_schedule
 from ppctl.schedule.simulate import Costs
 from ppctl.schedule.verify import verify
 

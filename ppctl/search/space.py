@@ -1,5 +1,6 @@
 """Configurations as values, and the enumeration of all that the rules allow for a model and a number of GPUs.
 
+Typed values with which nothing is left to search are explained by the fewest that contradict each other.
 Values of the command line stay, and so do those named to be kept; of the other keys in `SEARCHED` every value is
 tried, whatever a recipe says. Knows which keys are searched, and which others follow from them. Must not know prices.
 The rules themselves are the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
@@ -8,21 +9,25 @@ The rules themselves are the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
-from itertools import product
+from itertools import chain, product
 from math import gcd, log2, prod
 from typing import Any, NamedTuple
 
-from ppctl.config.argv import ALIASES, PLACE
+from ppctl.config.argv import ALIASES, PLACE, full_name
 from ppctl.config.checks import check
+from ppctl.config.keys import text_keys
+from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import DEFAULT_MODULES
 from ppctl.host.devices import machines
 from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.plan import plan_checked
 from ppctl.plan.layout_choice import derive_cut
 from ppctl.plan.memory_limit import GRANULARITY, MODULES, PUT_OFF, SHARDING
 from ppctl.plan.schedule_choice import CSV, SCHEDULE
 from ppctl.plan.sizes import SEQUENCE, derive_batch, derive_world, divide_model
-from ppctl.plan.violations import ConfigValues, Overrides, Violations
+from ppctl.plan.violations import ConfigValues, Overrides, Violations, overrides_text
 from ppctl.schedule.policies import POLICIES, fitting_policy, schedule_policy
 from ppctl.topology import ParallelSizes
 
@@ -254,3 +259,44 @@ class SearchSpace:
 def divisors(number: int) -> list[int]:
     """All divisors, in rising order."""
     return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def contradictions(space: SearchSpace) -> list[Problem]:
+    """A problem for each smallest set of typed values that no configuration has, until some configuration has the rest;
+    without typed values one of what is not searched."""
+    sets: list[list[str]] = []
+    while space.freed(chain(*sets)).first is None and [] not in sets:
+        kept = [key for key in SEARCHED if key in space.fixed - {*chain(*sets)}]
+        for key in list(kept):
+            if space.freed(space.fixed - {*kept} | {key}).first is None:
+                kept.remove(key)
+        sets.append(kept)
+    return [_problem(space, kept, {*chain(*sets)} - {*kept}) for kept in sets or [[]]]
+
+
+def _problem(space: SearchSpace, kept: list[str], others: set[str]) -> Problem:
+    """The problem of the values `kept`, as the least configuration with them has it. The remedies are another value for
+    each, while `others` are searched, which have problems of their own."""
+    values, ways = space.values, {}
+    for key in kept:
+        free = space.freed({key, *others})
+        if free.first is not None:
+            ways[key] = free.values_of(free.first)[key]
+    typed = [each for key in kept for each in GROUPS[key] if values.source(each).startswith(PLACE)] or kept
+    nothing = Problem("PP-E229", "together they leave nothing to search", "", values.cite(*typed))
+    own = next(iter(planned_problems(space.freed(space.fixed - {*kept}).neutral)), nothing)
+    searched = {full_name(each) for key in SEARCHED if key not in kept for each in GROUPS[key]} | {SEQUENCE}
+    lines = dict.fromkeys([*own.place.splitlines(), *nothing.place.splitlines()])
+    cited = [line for line in lines if line.split(" ")[0] in text_keys().keys() - searched]
+    said = f"no configuration has {overrides_text({key: values[key] for key in typed})}: " if kept else ""
+    remedy = "\n".join(overrides_text({key: way}) for key, way in ways.items())
+    return replace(own, message=said + own.message, remedy=remedy, place="\n".join(cited))
+
+
+def planned_problems(values: ConfigValues) -> list[Problem]:
+    """The problems of a config's plan, but for its memory."""
+    try:
+        plan_checked(values.config, values.provenance, [])
+    except ConfigError as error:
+        return list(error.problems)
+    return []

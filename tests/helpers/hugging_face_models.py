@@ -9,7 +9,7 @@ from cuts import cut
 from ppctl.families.directory import open_directory
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import pieces
-from ppctl.pretrained.safetensors_values import DirectoryReader
+from ppctl.pretrained.hugging_face import DirectoryReader
 
 SIZES = dict(
     vocab_size=52,

@@ -148,7 +148,7 @@ def enter(rank: int, ranks: int, port: int, out: Path, *, adopt: bool) -> None:
     torch.cuda.device_count = lambda: ranks
     if adopt:
         import ppctl
-        from ppctl.megatron import functions
+        from ppctl.megatron import forward_backward as functions
 
         for name in [name for name in vars(functions) if name.startswith(("forward_backward_", "get_forward_"))]:
             setattr(functions, name, _counted(getattr(functions, name), name))

@@ -21,8 +21,8 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.plan.build import build_plan
-from ppctl.train.evaluate import Evaluator
 from ppctl.train.generate import Generator
+from ppctl.train.loop import Evaluator
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer

@@ -16,7 +16,7 @@ from ppctl.engine.engine_error import EngineError
 from ppctl.engine.stage import Stage
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.plan.build import build_plan
-from ppctl.train.evaluate import Evaluator
+from ppctl.train.loop import Evaluator
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 from ppctl.train.trained_weights import GradientScatter

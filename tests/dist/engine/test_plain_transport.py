@@ -18,8 +18,7 @@ from ppctl.comm.modes import Modes
 from ppctl.config.resources import recipes
 from ppctl.errors import ConfigError
 from ppctl.launch.planning import planned
-from ppctl.megatron.exchange import OverlapError
-from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.megatron.p2p_communication import OverlapError, P2PCommunicator
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule

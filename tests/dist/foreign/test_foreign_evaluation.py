@@ -19,7 +19,7 @@ from ppctl.data.load import load_data
 from ppctl.model.loss import token_losses
 from ppctl.plan.build import build_plan
 from ppctl.train import generate
-from ppctl.train.evaluate import Evaluator
+from ppctl.train.loop import Evaluator
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
 

@@ -103,7 +103,7 @@ def adopted(case, schedule, memory=None):
 
     assert get_forward_backward_func is ppctl.get_forward_backward_func is not theirs_before
     ours = train(case, get_forward_backward_func)
-    from ppctl.megatron import functions
+    from ppctl.megatron import forward_backward as functions
 
     ran = str(functions._requested)
     ppctl.release()
@@ -247,7 +247,7 @@ def with_megatrons_communicator(case):
 
     functions = [
         ppctl.forward_backward_pipelining_without_interleaving,
-        ppctl.megatron.functions._choose_and_call,
+        ppctl.megatron.forward_backward._choose_and_call,
         theirs,
     ]
     one, two, three = map(run, functions)

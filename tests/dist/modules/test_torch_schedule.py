@@ -18,8 +18,8 @@ import ppctl
 from ppctl.errors import PpctlError
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.lane_orders import Task
+from ppctl.schedule.order_search import find_schedule
 from ppctl.schedule.policies import POLICIES, schedule_policy
-from ppctl.schedule.search import find_schedule
 from ppctl.schedule.simulate import Costs
 
 WIDTH, MICROBATCH = 6, 2

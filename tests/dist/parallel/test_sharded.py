@@ -19,8 +19,8 @@ from whole_tensors import all_held, whole_of
 
 from ppctl.config.mapping import to_mapping
 from ppctl.parallel.shard import part_of, scatter_sums, start_gather
-from ppctl.train.evaluate import Evaluator
 from ppctl.train.generate import write_samples
+from ppctl.train.loop import Evaluator
 from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.trained_weights import GatheredWeights
 

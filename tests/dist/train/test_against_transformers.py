@@ -21,8 +21,7 @@ from ppctl.launch.weights import check_weights, model_values
 from ppctl.model.loss import token_losses
 from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.hugging_face import export_checkpoint
-from ppctl.pretrained.safetensors_values import DirectoryReader
+from ppctl.pretrained.hugging_face import DirectoryReader, export_checkpoint
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer

@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.train.evaluate import Evaluator
+from ppctl.train.loop import Evaluator
 from ppctl.train.snapshot import load_checkpoint
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}

@@ -26,8 +26,8 @@ from ppctl.model.stage_model import StageModel
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients
 from ppctl.plan.build import build_plan
-from ppctl.train.evaluate import Evaluator
 from ppctl.train.grad_norm import GradientNorm, Location
+from ppctl.train.loop import Evaluator
 from ppctl.train.optimizer import AdamW
 from ppctl.train.session import Session, build_session
 from ppctl.train.snapshot import load_checkpoint

@@ -22,7 +22,7 @@ from ppctl.geometry.layers import parse_layers
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import pieces
-from ppctl.pretrained.safetensors_values import DirectoryReader
+from ppctl.pretrained.hugging_face import DirectoryReader
 
 CLOSE = 1e-5
 LAYERS, WORDS = 4, 256

@@ -7,7 +7,7 @@ import pytest
 
 import ppctl
 from ppctl.errors import ConfigError, PpctlError, ScheduleError
-from ppctl.megatron import functions
+from ppctl.megatron import forward_backward as functions
 from ppctl.megatron.pipelines import on_v, v_channels
 from ppctl.schedule.action import Op
 from ppctl.schedule.simulate import simulate

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import threading, time, torch
-from ppctl.modules import rank_agreement as agreement
+from ppctl.modules import pipeline_agreement as agreement
 
 class Ranks:
     size, rank, group = 1, 0, None

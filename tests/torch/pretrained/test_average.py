@@ -16,7 +16,7 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import read_state
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
-from ppctl.pretrained.average import average
+from ppctl.pretrained.command import average
 from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 
 

@@ -12,9 +12,8 @@ from hugging_face_models import hugging_face_model, random_model
 
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from ppctl.model.draw import drawn
-from ppctl.pretrained.generate import pieces
+from ppctl.pretrained.generate import open_model, pieces
 from ppctl.pretrained.hugging_face import import_directory
-from ppctl.pretrained.whole_model import open_model
 
 CPU = torch.device("cpu")
 PROMPT = [3, 17, 5, 5, 40, 9, 1]

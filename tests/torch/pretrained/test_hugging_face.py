@@ -22,8 +22,13 @@ from ppctl.errors import CheckpointError, ConfigError
 from ppctl.families.directory import model_tensors, open_directory
 from ppctl.pretrained import hugging_face
 from ppctl.pretrained.command import main as convert_command
-from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
-from ppctl.pretrained.safetensors_values import DirectoryReader, dequantised, write_shards
+from ppctl.pretrained.hugging_face import (
+    DirectoryReader,
+    dequantised,
+    export_checkpoint,
+    import_directory,
+    write_shards,
+)
 
 
 def silent(*_):

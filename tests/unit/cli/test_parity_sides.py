@@ -3,7 +3,7 @@
 import pytest
 
 from ppctl.cli import main as front
-from ppctl.cli import parity, parity_text, train
+from ppctl.cli import parity, train
 from ppctl.config.compose import compose
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import new_run
@@ -51,5 +51,5 @@ def test_two_runs_that_do_not_compute_the_same_are_told_in_which_keys():
         "runs": [None, None], "cuts": ["a", "b"], "failures": ["", ""], "axes": [], "same": False, "steps": [],
         "keys": ["optim.lr"], "checkpoints": {"step": 3, "same": False},
     }  # fmt: skip
-    lines = parity_text._head(report)
+    lines = parity._head(report)
     assert lines[:3] == ["A  a", "B  b", "the runs compute different things: optim.lr (`ppctl runs compare A B`)"]

@@ -8,7 +8,7 @@ import pytest
 
 from ppctl.cli import rehearse
 from ppctl.cli.main import main
-from ppctl.cli.rehearsal_text import rehearsal_text
+from ppctl.cli.rehearse import _text as rehearsal_text
 from ppctl.launch.planning import planned
 from ppctl.plan.rehearsal import Rehearsal, kinds_of, replayed
 from ppctl.records.rehearsal_record import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.unit_plan import plan
 
-from ppctl.cli import parity_text
+from ppctl.cli import parity
 from ppctl.cli.main import COMMANDS, main
 from ppctl.config.schema import RunConfig
 from ppctl.plan import Plan
@@ -151,7 +151,7 @@ def test_what_parity_finds_fits() -> None:
         "failures": ["", "rank 3 (stage 5) failed in 5B2: " + "a long reason " * 9],
         "steps": [{**step, "gradients": gradients}],
     }
-    assert wide(parity_text.text(report, COLUMNS).splitlines()) == []
+    assert wide(parity._text(report, COLUMNS).splitlines()) == []
 
 
 @pytest.mark.parametrize("steps", [12, 400, 1_200_000])

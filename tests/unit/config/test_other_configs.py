@@ -15,8 +15,7 @@ from ppctl.cli.main import main
 from ppctl.config.compose import compose
 from ppctl.config.keys import text_keys
 from ppctl.config.name_tables import LATER, MEANINGLESS, MODELS, OTHERWISE, SAME, SYSTEMS, overrides_of, tables
-from ppctl.config.other_configs import settings_of
-from ppctl.config.translate import _of_bridge
+from ppctl.config.translate import _of_bridge, settings_of
 from ppctl.config.unknown_words import no_such_key
 from ppctl.errors import ConfigError
 

@@ -8,8 +8,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 
+from ppctl.plan.auto_layout import LayoutSearch, SearchResult
 from ppctl.plan.layout_scores import Candidate, Price, StagePrice, worst_moments
-from ppctl.plan.layout_search import LayoutSearch, SearchResult
 from ppctl.plan.memory import Held
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.schedule.action import Channel, Op, Schedule

@@ -13,8 +13,7 @@ import pytest
 from browser import BROWSER, reported
 
 from ppctl.cli.timeline import plain
-from ppctl.schedule.drawings import timeline_html
-from ppctl.schedule.perfetto import perfetto_json
+from ppctl.schedule.drawings import perfetto_json, timeline_html
 from ppctl.schedule.picture import Picture, RankMemory, StageNote, memory_over_time
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate

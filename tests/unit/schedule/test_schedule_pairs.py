@@ -10,10 +10,9 @@ import pytest
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Op, Pair, Schedule
-from ppctl.schedule.drawings import timeline_html
+from ppctl.schedule.drawings import perfetto_json, timeline_html
 from ppctl.schedule.pairs import deferred_weights, pair_up
 from ppctl.schedule.passes import lower
-from ppctl.schedule.perfetto import perfetto_json
 from ppctl.schedule.picture import Picture
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate, to_slots

@@ -23,9 +23,9 @@ from ppctl.schedule.lane_orders import (
     schedule_of,
 )
 from ppctl.schedule.list_scheduler import First, OrderByRule, Rule, WeightsPlaced
+from ppctl.schedule.order_search import FoundSchedule, find_schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.search import FoundSchedule, find_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
