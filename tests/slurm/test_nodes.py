@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cluster import TWO, Cluster, Submitted, wait
+from oracle.reference import reference_losses
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -44,6 +45,22 @@ def test_a_spare_takes_the_place_of_a_lost_node_inside_the_job(cluster: Cluster)
         assert run.restarts() == 0
         assert str(run.starts()[1]["why"]).endswith(f"{node} has gone; {spare} takes its place")
         assert [step for step, *_ in run.numbers()] == list(range(1, 15))
+    assert_left_as_it_is(run)
+
+
+def test_without_a_spare_the_job_goes_on_with_fewer_nodes(cluster: Cluster) -> None:
+    """By a plan of one replica in place of two, with the same global batch."""
+    two = ("nodes=2", "gpus_per_node=1", "pp=1", "launch.partition=spared", "launch.shrink=smaller")
+    run = cluster.submit(*two, "steps=14", "checkpoint.interval=4", SLOW_STEP="1")
+    run.trains(5)
+    first, lost = map(str, run.starts()[0]["nodes"])  # type: ignore[call-overload]
+    with run.without(lost):
+        assert run.ends() == "COMPLETED", run.log()
+        assert run.restarts() == 0
+        assert [life["nodes"] for life in run.starts()] == [[first, lost], [first]]
+        assert f"{lost} has gone" in str(run.starts()[1]["why"]) and "1 of 2 nodes go on with" in run.log()
+        assert [step for step, *_ in run.numbers()] == list(range(1, 15))
+        assert [loss for _, loss, _ in run.numbers()] == pytest.approx(reference_losses(run.run, 14), rel=1e-6)
     assert_left_as_it_is(run)
 
 
