@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
@@ -46,11 +46,13 @@ _LETTER_OF_NAME = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 class Mistake(NamedTuple):
-    """One syntax error; `column` counts from 0 in the text as typed."""
+    """One syntax error; columns count from 0 in the text as typed."""
 
     code: str
     message: str
     column: int
+    edit: tuple[int, int, str] | None = None
+    """(begin, end, text): a repair, which puts `text` in the place of these columns."""
 
 
 class Parsed(NamedTuple):
@@ -65,9 +67,6 @@ class Parsed(NamedTuple):
 
 _Pieces = list[tuple[str, int]]
 """Letters and bars, each with its column."""
-
-_Edit = tuple[int, int, str]
-"""(begin, end, text): a repair, which puts `text` in the place of these columns."""
 
 
 def parse_text(text: str) -> Parsed:
@@ -89,20 +88,17 @@ class _LayoutParser:
         self.depth = 0
         self.last_count_end = -1
         self.mistakes: list[Mistake] = []
-        self.edits: list[_Edit] = []
 
     def repaired(self) -> str:
         """The text with all edits applied, blanks collapsed to one line."""
         pieces, position = [], 0
-        for start, end, text in sorted(self.edits):
+        for start, end, text in sorted(each.edit for each in self.mistakes if each.edit is not None):
             pieces += [self.text[position:start], text]
             position = max(position, end)
         return " ".join(("".join(pieces) + self.text[position:]).split())
 
-    def mistake(self, code: str, message: str, column: int, edit: _Edit | None = None) -> None:
-        self.mistakes.append(Mistake(code, message, column))
-        if edit is not None:
-            self.edits.append(edit)
+    def mistake(self, code: str, message: str, column: int, edit: tuple[int, int, str] | None = None) -> None:
+        self.mistakes.append(Mistake(code, message, column, edit))
 
     def peek(self) -> str:
         """The next character that is not a separator; empty at the end."""
@@ -121,7 +117,10 @@ class _LayoutParser:
 
     def item(self, char: str) -> _Pieces:
         if name := _NAME.match(self.text, self.position):
-            return self.name(name)
+            word = name[0].lower()
+            message = f"names belong in lists; in a string {word} is the letter {_LETTER_OF_NAME[word]}"
+            self.mistake("PP-E001", message, name.start(), (*name.span(), _LETTER_OF_NAME[word]))
+            return self.atom(_LETTER_OF_NAME[word], len(word))
         if char in _ATOMS:
             return self.atom(char)
         if char == "(":
@@ -134,7 +133,7 @@ class _LayoutParser:
             return self.stray_parenthesis()
         return self.unknown()
 
-    def fits(self, size: int, column: int, edit: _Edit) -> bool:
+    def fits(self, size: int, column: int, edit: tuple[int, int, str]) -> bool:
         if size <= MAX_ITEMS:
             return True
         if not any(mistake.code == "PP-E008" for mistake in self.mistakes):
@@ -144,10 +143,10 @@ class _LayoutParser:
 
     # what the grammar allows
 
-    def atom(self, char: str) -> _Pieces:
+    def atom(self, letter: str, width: int = 1) -> _Pieces:
         start = self.position
-        self.position += 1
-        return self.repeat([(char, start)], self.counts(char))
+        self.position += width
+        return self.repeat([(letter, start)], self.counts(letter))
 
     def group(self) -> _Pieces:
         opening = self.position
@@ -231,13 +230,6 @@ class _LayoutParser:
 
     # what it does not allow: note it, repair it, read on
 
-    def name(self, name: re.Match[str]) -> _Pieces:
-        letter = _LETTER_OF_NAME[name[0].lower()]
-        message = f"names belong in lists; in a string {name[0].lower()} is the letter {letter}"
-        self.mistake("PP-E001", message, name.start(), (name.start(), name.end(), letter))
-        self.position = name.end()
-        return self.repeat([(letter, name.start())], self.counts(letter))
-
     def stray_number(self) -> _Pieces:
         start = self.position
         between = self.text[self.last_count_end : start] if self.last_count_end >= 0 else ""
@@ -308,11 +300,6 @@ def _trailing_digits(text: str) -> str:
 
 
 _MOST_SHOWN = 20
-_CASES = ("e", "T", "M", "l")
-
-
-_Nearest = Callable[[Sequence[str]], tuple[str, ...]]
-"""Returns the nearest sound stages."""
 
 
 def read_layout(
@@ -330,7 +317,10 @@ def read_layout(
         parsed = parse_text(layout)
         source = LayoutSource(key, layout, parsed.columns)
         if parsed.mistakes:
-            remedy = source.override(_suggestion(parsed, nearest))
+            again = parse_text(parsed.repaired)
+            mended = nearest(parsed.stages if again.mistakes else again.stages)
+            is_sound = not again.mistakes and mended == again.stages
+            remedy = source.override(parsed.repaired if is_sound else canonical_text(mended))
             raise LayoutError(_problems(parsed.mistakes, remedy, source))
         return parsed.stages, source
     source = LayoutSource(key)
@@ -389,12 +379,4 @@ def _read_layer(item: Any, place: str, problems: list[Problem]) -> str:
     problems.append(Problem("PP-E010", message, place=place))
     word = str(item).strip()
     close = difflib.get_close_matches(word.lower(), [*LayerType], n=1)
-    return LETTERS[LayerType(close[0])] if close else lookalike(word) if word in _CASES else ""
-
-
-def _suggestion(parsed: Parsed, nearest: _Nearest) -> str:
-    """The repaired text if it is a sound layout, else the nearest sound one."""
-    again = parse_text(parsed.repaired)
-    stages = parsed.stages if again.mistakes else again.stages
-    mended = nearest(stages)
-    return parsed.repaired if not again.mistakes and mended == stages else canonical_text(mended)
+    return LETTERS[LayerType(close[0])] if close else lookalike(word) if word in (*"eTMl",) else ""
