@@ -65,6 +65,8 @@ def count(recipe: str, *overrides: str) -> Kernels:
         shape = config.train.micro_batch_size, config.data.seq_length, model.hidden_size
         x = torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
         turns = Rotary(model).turns(x, shape[1])
+        with torch.no_grad():
+            layer(x, turns)  # which makes what all microbatches share
         ledger.begin_step()
         ledger.seen.clear()
         ledger.during = FORWARD

@@ -116,21 +116,20 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[LayerPart]:
     """Input, norm and inner vectors of one feed-forward; experts: as many for each chosen expert."""
-    size, keeps, over, sizes = setting.element, setting.allocator, setting.sizes, Sizes.of(model)
-    h, vectors = sizes.hidden, keeps.gated_vectors if sizes.gated else 2
-    inside = size * (vectors - 1) + setting.operand
+    size, over, sizes = setting.element, setting.sizes, Sizes.of(model)
+    h, factors = sizes.hidden, 1 + sizes.gated  # silu of the gate is made again (`model/activation.py`)
+    inside = size * factors + setting.operand
     yield from norm_parts(h / setting.sp, setting, "residual")
     if moe:
         chosen = model.moe_router_topk
         # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
         copies = h * over.etp / over.tp
         inner = chosen * sizes.expert / over.tp
-        activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
         # The router's scores in float32; and for every choice its score, two weights, and the places of its row.
         routing = setting.wide * sizes.experts + (size + 2 * setting.wide) * chosen + _places(model, setting)
         yield LayerPart("moe", setting.operand * chosen * copies + routing / setting.sp)
-        yield LayerPart("experts", size * (vectors - activated) * inner)
-        yield LayerPart("moe_act", (size * (activated - 1) + setting.operand) * inner)
+        yield LayerPart("experts", size * factors * inner)
+        yield LayerPart("moe_act", setting.operand * inner)
         yield LayerPart("moe", inside * sizes.shared / over.tp)
     else:
         yield LayerPart("mlp", inside * sizes.ffn / over.tp)

@@ -15,8 +15,6 @@ class Allocator(NamedTuple):
     """The activations that the blocks of one system (torch, Megatron) keep."""
 
     name: str
-    gated_vectors: int
-    """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
     norm_statistics: int
     """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 if they are not counted."""
     fp32_norms: bool
@@ -38,15 +36,14 @@ class Allocator(NamedTuple):
     """One 16-bit weight gradient for every distinct shape of a weight."""
 
 
-_TORCH = Allocator("torch", 4, 1, False, None, None, 2, 0, receives=True, backward=True)
+_TORCH = Allocator("torch", 1, False, None, None, 2, 0, receives=True, backward=True)
 
-_MEGATRON = Allocator("megatron", 3, 0, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
+_MEGATRON = Allocator("megatron", 0, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
 
 ALLOCATORS = {
-    # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits, whose gradient
-    # takes their place; norms fused.
+    # ppctl's own blocks as autograd runs them on a GPU: logits, whose gradient takes their place; norms fused.
     "torch": _TORCH,
-    # Megatron-core with Transformer Engine: fused SwiGLU, 16-bit logits beside the loss's fp32. Source: the rule of
+    # Megatron-core with Transformer Engine: 16-bit logits beside the loss's fp32. Source: the rule of
     # tests/golden/memory_settings.json. Its native fused cross entropy keeps more by version; this is Transformer
     # Engine's, 16-bit logits and their gradient.
     "megatron": _MEGATRON,

@@ -16,8 +16,7 @@ from ppctl.geometry.layers import DRAWN, DRAWN_ON_CPU, LOSS_ROWS, Kind, KindName
 from ppctl.geometry.parameters import Sizes
 
 _HELD_IN_FORWARD = ("layernorm", "mla_up_proj")
-"""Modules of which all that is made again are outputs, held until the forward of their layer ends
-(`model/recompute.py`). Of `moe_act` only the product with the gate is."""
+"""Modules of which all that is made again are outputs, held till their layer's forward ends (`model/recompute.py`)."""
 
 
 def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
@@ -53,7 +52,7 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     if "experts" in again:  # which are not in what the layer keeps
         spread = max(spread, again["experts"])
     behind_experts = max((3 if shared else 2) * hidden, hidden + leaving if shared else 0)
-    return held + max(spread + hidden - setting.allocator.gated_vectors * shared, behind_experts)
+    return held + max(spread + hidden - (2 + sizes.gated) * shared, behind_experts)
 
 
 def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping[str, float]) -> float:
@@ -101,11 +100,10 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
     waiting = gathered + inner if setting.deferred else 0
     product = max(factors * inner + waiting, gathered + inner + weight + dropped, _gathered(model, setting))
     if setting.sp > 1:  # then both factors' products, whose gradients took their places
-        vectors = setting.allocator.gated_vectors if sizes.gated else 2
         # Their input's gradient of all tokens is summed over the ranks beside the weights' products.
         summing = 2 * setting.whole_bytes(model) + setting.hidden_bytes(model)
         weights = 0 if setting.deferred else summing + factors * weight
-        reading = max(_reading(model, setting, factors), weights) - (vectors - factors) * inner
+        reading = max(_reading(model, setting, factors), weights) - inner
         product = max(product, reading + waiting)
     return made + product + (normed if made else 0.0)
 
@@ -121,11 +119,11 @@ def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, floa
     inner = size * chosen * sizes.expert / over.tp
     weight = setting.element * sizes.experts / over.ep * sizes.expert / over.etp * sizes.hidden
     shared = size * sizes.shared / over.tp
-    ahead = setting.hidden_bytes(model) - setting.allocator.gated_vectors * shared + normed if shared else 0.0
+    ahead = setting.hidden_bytes(model) - (2 + sizes.gated) * shared + normed if shared else 0.0
     activated = again.get("moe_act", 0.0)  # its product stays until both are read
     factors = 3 * inner + (inner if activated else 0.0)
     made = again.get("experts", 0.0) + activated
-    inputs = weight + 2 * rows - (setting.allocator.gated_vectors - 1) * inner
+    inputs = weight + 2 * rows - (1 + sizes.gated) * inner
     least = made + max(rows + inner + weight, factors)
     return again.get("moe", 0.0) + ahead + max(arranged, inputs + again.get("experts", 0.0), least)
 

@@ -2,6 +2,7 @@
 
 stage_model       the protocol that training requires of a stage's module
 stage, layer      a stage of a StageSpec, and its layers: attention, feed_forward, router, mtp, norms, rotary, loss
+activation        between the products of a feed-forward
 linear            every product with a weight; fp8: in 8 bits
 kernels           which kernels a device runs; attention and block_attention call them; outside_kernels: those
                   that are not ppctl's

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.expert_reach import expert_runs
+from ppctl.model.activation import activation
 from ppctl.model.fp8 import Operand
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Product, columns, for_each_group, from_columns, make_weight
@@ -38,20 +38,13 @@ class FeedForward(nn.Module):
         self.w1 = Linear(h, width, bias=bias, fp8=kernels.fp8)
         self.w2 = Linear(width, h, bias=bias, fp8=kernels.fp8)
         self.w3 = Linear(h, width, bias=bias, fp8=kernels.fp8) if model.gated_linear_unit else None
+        self.fused = kernels.fuses_swiglu
         self.split: TensorSplit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to every position."""
         factors = (self.w1,) if self.w3 is None else (self.w1, self.w3)
-        return from_columns(activation(*columns(x, *factors, split=self.split)), self.w2, self.split)
-
-
-def activation(x: Tensor, *up: Tensor) -> Tensor:
-    """The input of a feed-forward's last product: silu(x) * up (Shazeer 2020, arXiv:2002.05202), or gelu(x).
-
-    GELU is the form with tanh, as in GPT-2's code and in what Megatron-LM runs by default (`bias_gelu_fusion`).
-    """
-    return F.silu(x) * up[0] if up else F.gelu(x, approximate="tanh")
+        return from_columns(activation(*columns(x, *factors, split=self.split), fused=self.fused), self.w2, self.split)
 
 
 class Experts(nn.Module):
@@ -91,34 +84,7 @@ class Experts(nn.Module):
 
     def activate(self, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
         """The input [n, width] of the last product. Recomputation may make it a second time."""
-        out: Tensor = _Weighted.apply(weights, x, *up)  # type: ignore[no-untyped-call]  # torch's own
-        return out
-
-
-class _Weighted(torch.autograd.Function):
-    """`activation(x, *up)` times each row's weight, which keeps no more than the activation itself does."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
-        weights = weights.to(x.dtype)  # from which autocast may make two
-        if not up:
-            ctx.save_for_backward(weights, x)
-            return activation(x).mul_(weights)
-        silu = F.silu(x)
-        ctx.save_for_backward(weights, x, *up, silu)
-        return (silu * up[0]).mul_(weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        (gradient,), (weights, x, *gate) = gradients, ctx.saved_tensors
-        if not gate:
-            of_weights = (activation(x).mul_(gradient)).sum(-1, keepdim=True)
-            return of_weights, torch.ops.aten.gelu_backward(gradient * weights, x, approximate="tanh")
-        up, silu = gate
-        of_up = gradient * silu
-        of_weights = (of_up * up).sum(-1, keepdim=True)
-        of_silu = (gradient * up).mul_(weights)
-        return of_weights, torch.ops.aten.silu_backward(of_silu, x), of_up.mul_(weights)
+        return activation(x, *up, weights=weights, fused=self.kernels.fuses_swiglu)
 
 
 class MixtureOfExperts(nn.Module):

@@ -16,6 +16,7 @@ from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.parameters import Sizes
+from ppctl.model.activation import fuses_swiglu
 from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, MULTIPLE, UNFUSED, BlockAttention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.linear import multiply_groups_scaled, multiply_in_float32, multiply_scaled
@@ -51,6 +52,8 @@ class Kernels:
     """How the layers' products with weights are computed in 8 bits; None computes them in the weights' dtype."""
     adds_gradients: bool = False
     """Whether products add weights' gradients to their float32 sums themselves; else autograd adds rounded ones."""
+    fuses_swiglu: bool = False
+    """Whether SwiGLU is one kernel each way."""
     fuses_optimizer: bool = False
     """Whether AdamW is one kernel over all parameters, without temporaries."""
     compiles: bool = False
@@ -74,6 +77,7 @@ class Kernels:
             **(dict.fromkeys(("attention", "experts"), "transformers' choice") if self.by_transformers else layers),
             "weights": _fp8_name(self.fp8),
             "gradients": "added by products" if self.adds_gradients else "added behind products",
+            "swiglu": "fused" if self.fuses_swiglu else "step by step",
             "optimizer": "fused" if self.fuses_optimizer else "plain",
             "layers": "compiled" if self.compiles else "eager",
         }
@@ -114,6 +118,8 @@ class Capability:
     """Whether torch has scaled_mm."""
     adds_products: bool = True
     """Whether a product of 16-bit matrices is added to a float32 one in place (`adds_products`)."""
+    fuses_swiglu: bool = True
+    """Whether torch compiles SwiGLU for the device (`fuses_swiglu`)."""
     cuda: tuple[int, ...] = ()
     """The version of CUDA that torch was built for."""
 
@@ -126,7 +132,7 @@ class Capability:
         cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
         grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")  # later than _scaled_grouped_mm
         documents = _varlen_attn() if packed else None
-        return cls(device.type, compute, documents, grouped, scaled, adds_products(device), cuda)
+        return cls(device.type, compute, documents, grouped, scaled, adds_products(device), fuses_swiglu(device), cuda)
 
 
 def _varlen_attn() -> AttendDocuments | None:
@@ -171,6 +177,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
         fp8=None if model.fp8 is None else _fp8(model, can, groups=groups),
         # A compiled graph has products of its own.
         adds_gradients=cuda and can.adds_products and (dtype, cast, config.train.compile) == ("bfloat16", None, False),
+        fuses_swiglu=cuda and can.fuses_swiglu and dtype == "bfloat16",
         fuses_optimizer=cuda,
         compiles=config.train.compile,
     )

@@ -8,7 +8,6 @@ published code and config.json have it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ def rotate(x: Tensor, turns: Tensor | None, *, first: int = 0, interleaved: bool
     if turns is None:
         return x
     if torch.compiler.is_compiling():
-        return _step_by_step(x, turns, first, _pairs(interleaved))
+        return _step_by_step(x, turns, first, interleaved)
     turned: Tensor = _Rotate.apply(x, turns, first, interleaved, None)  # type: ignore[no-untyped-call]  # torch's own
     return turned
 
@@ -157,7 +156,7 @@ class _Rotate(torch.autograd.Function):
 def _turned(x: Tensor, turns: Tensor, first: int, interleaved: bool, heads: int | None, *, back: bool) -> Tensor:
     """Turned heads, or their gradient, in three passes over their turned dimensions: all products of a pair, then both
     sums in place."""
-    stop, pairs, halves = first + 2 * turns.shape[-1], _pairs(interleaved), _pairs(False)
+    stop, of_low, of_high = first + 2 * turns.shape[-1], *((torch.add, torch.sub) if back else (torch.sub, torch.add))
     if heads is None:
         b, count, s, dim = x.shape
         result = out = x.new_empty(b, s, count, dim).transpose(1, 2)
@@ -167,30 +166,23 @@ def _turned(x: Tensor, turns: Tensor, first: int, interleaved: bool, heads: int 
     else:
         result = x.contiguous()
         x = out = _by_head(result, heads)
-    read, write, of_low, of_high = (
-        (halves, pairs, torch.add, torch.sub) if back else (pairs, halves, torch.sub, torch.add)
-    )
-    products = read(x[..., first:stop]).unsqueeze(-3) * turns.unsqueeze(-2)  # [b, heads, s, cos sin, low high, half]
+    # [b, heads, s, cos sin, low high, half]
+    products = _pairs(x[..., first:stop], interleaved and not back).unsqueeze(-3) * turns.unsqueeze(-2)
     (low_cos, high_cos), (low_sin, high_sin) = (each.unbind(-2) for each in products.unbind(-3))
-    low, high = write(out[..., first:stop]).unbind(-2)
+    low, high = _pairs(out[..., first:stop], interleaved and back).unbind(-2)
     of_low(low_cos, high_sin, out=low)
     of_high(high_cos, low_sin, out=high)
     return result
 
 
-def _step_by_step(x: Tensor, turns: Tensor, first: int, read: Pairs) -> Tensor:
+def _step_by_step(x: Tensor, turns: Tensor, first: int, interleaved: bool) -> Tensor:
     """Turn pairs in a form for a compiler, which fuses the steps itself and cannot write into parts of a tensor."""
     stop = first + 2 * turns.shape[-1]
-    (low, high), (cos, sin) = read(x[..., first:stop]).unbind(-2), turns.unbind(-2)
+    (low, high), (cos, sin) = _pairs(x[..., first:stop], interleaved).unbind(-2), turns.unbind(-2)
     parts = (x[..., :first], low * cos - high * sin, high * cos + low * sin, x[..., stop:])
     return torch.cat([part.transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
 
 
-Pairs = Callable[[Tensor], Tensor]
-"""Heads [..., 2 x half] as a view [..., 2, half] of the low and high halves of pairs."""
-
-
-def _pairs(interleaved: bool) -> Pairs:
-    if interleaved:
-        return lambda heads: heads.unflatten(-1, (-1, 2)).transpose(-1, -2)
-    return lambda heads: heads.unflatten(-1, (2, -1))
+def _pairs(heads: Tensor, interleaved: bool) -> Any:
+    """Heads [..., 2 x half] as a view [..., 2, half] of the low and high halves of pairs."""
+    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else heads.unflatten(-1, (2, -1))

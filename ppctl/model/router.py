@@ -69,8 +69,7 @@ class Router(nn.Module):
         self.num_experts = model.num_moe_experts or 0
         self.weight = make_weight(self.num_experts, model.hidden_size)
         self.register_buffer("expert_bias", None)
-        if model.moe_router_enable_expert_bias:
-            self.reset_bias(self.weight.device)
+        self.reset_bias(self.weight.device)
         self.ledger = RouterLedger()
         self.others: SumOverTokens | None = None
         """The ranks that have the other tokens of a microbatch, if there are any."""

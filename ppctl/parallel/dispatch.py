@@ -131,14 +131,18 @@ class ExpertExchange:
 
     def _of_all(self, arriving: Tensor) -> Tensor:
         """The rows that arrive at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
-        return arriving[None] if self.etp_group is None else _gathered(arriving, self.etp_group)
+        if self.etp_group is None:
+            return arriving[None]
+        everyone = arriving.new_empty(self.etp_group.size(), *arriving.shape)
+        starting(self.etp_group)
+        all_gather(everyone.view(-1), arriving.contiguous().view(-1), group=self.etp_group)
+        return everyone
 
 
 def _share(rows: Tensor, shared: list[int], group: dist.ProcessGroup, there: _Exchange) -> Tensor:
     """The rows of all ranks of the group in their order (`_gather_rows`), or for this rank's own rows the sums over
     the ranks (`_scatter_rows`); gradients take the other way. `shared` says how many rows each rank has."""
-    back = _scatter_rows if there is _gather_rows else _gather_rows
-    done: Tensor = _Share.apply(rows, shared, group, there, back)  # type: ignore[no-untyped-call]  # torch's own
+    done: Tensor = _Share.apply(rows, shared, group, there)  # type: ignore[no-untyped-call]  # torch's own
     return done
 
 
@@ -146,15 +150,13 @@ class _Share(torch.autograd.Function):
     """One exchange of rows among ranks that divide experts, and its reverse for gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, shared: list[int], group: dist.ProcessGroup, there: _Exchange, back: _Exchange
-    ) -> Tensor:
-        ctx.back, ctx.shared, ctx.group = back, shared, group
+    def forward(ctx: Any, rows: Tensor, shared: list[int], group: dist.ProcessGroup, there: _Exchange) -> Tensor:
+        ctx.back, ctx.among = _scatter_rows if there is _gather_rows else _gather_rows, (shared, group)
         return there(rows, shared, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.back(gradients[0], ctx.shared, ctx.group), None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradients[0], *ctx.among), None, None, None
 
 
 def _gather_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -171,13 +173,6 @@ def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> 
     for part in others:
         total.add_(part)
     return total
-
-
-def _gathered(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    everyone = counts.new_empty(group.size(), *counts.shape)
-    starting(group)
-    all_gather(everyone.view(-1), counts.contiguous().view(-1), group=group)
-    return everyone
 
 
 Hop = Sequence[list[int]]

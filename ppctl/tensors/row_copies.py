@@ -9,11 +9,14 @@ equal runs of numbers, so that whoever has all copies of a run can add these up 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_counted = lru_cache(8)(torch.arange)  # all layers and microbatches of a shape need the same numbers
 
 
 def copied(rows: Tensor, copies: Any) -> Tensor:
@@ -59,7 +62,7 @@ class RowCopies(NamedTuple):
         """From `numbers` [t, K], each row ascending: runs have `run` numbers, and a row's copies are in `most` runs.
         Second is the inverse of `places`."""
         rows, times = numbers.shape
-        every = torch.arange(rows * times + 1, device=numbers.device)
+        every = _counted(rows * times + 1, device=numbers.device)
         order = numbers.flatten().argsort(stable=True)
         runs = None
         if run > 1 and most > 1:
@@ -78,9 +81,9 @@ class RowCopies(NamedTuple):
         places = self.places
         if self.runs is not None:
             copies = sums(copies, places, self.runs)
-            places = torch.arange(len(copies), device=copies.device)
+            places = _counted(len(copies), device=copies.device)
         rows = len(self.places) // self.times
-        starts = torch.arange(0, len(places), len(places) // max(1, rows), device=copies.device)
+        starts = _counted(0, len(places), len(places) // max(1, rows), device=copies.device)
         return sums(copies, places, starts)
 
 

@@ -33,6 +33,7 @@ from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.engine.dry_pass import AllocatorFigures, reserve
 from ppctl.engine.recorder import make_recorder
 from ppctl.host.devices import nccl_shares_gpus
+from ppctl.model import activation
 from ppctl.model.attention import core_attention
 from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
@@ -261,6 +262,20 @@ def test_a_grouped_sum_of_gradients_is_made_in_place_by_products() -> None:
     exact = 3 * (a.double().t() @ b.double())
     assert found.dtype == torch.float32
     assert (found - exact).abs().max() <= 2**-18 * exact.abs().max()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu_of_grouped_rows_is_one_kernel_with_the_bits_of_its_steps(weighted: bool) -> None:
+    """But where one way to compute it joins a product and a sum, which moves a last bit of float32."""
+    draw = torch.Generator().manual_seed(0)
+    assert activation.fuses_swiglu(torch.device("cuda"))
+    for rows in (4096, 33, 0):
+        gradient, x, up = (3 * torch.randn(rows, 2048, generator=draw).bfloat16().cuda() for _ in range(3))
+        weights = torch.rand(rows, 1, generator=draw).bfloat16().cuda() if weighted else None
+        for given in ((None, x, up, weights), (gradient, x, up, weights)):
+            for one, other in zip(torch.ops.ppctl.swiglu(*given), activation.by_steps(*given), strict=True):
+                assert torch.allclose(one, other, rtol=2**-6)
+                assert not rows or (one != other).float().mean() <= 1e-3
 
 
 @pytest.mark.parametrize("counts", [(100, 0, 33, 1, 0), (0, 0, 0, 0, 160), (0, 0, 0, 0, 0), (400, 512, 96, 16, 32)])

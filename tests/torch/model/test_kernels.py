@@ -183,11 +183,26 @@ def test_products_add_gradients_of_bfloat16_weights_where_a_device_can(typed, ca
     assert chosen(typed, can).adds_gradients == adds
 
 
+@pytest.mark.parametrize(
+    ("typed", "can", "fuses"),
+    [
+        ("parallel.bf16=true", H100, True),
+        ("parallel.bf16=true parallel.enable_autocast=true", H100, True),
+        ("parallel.bf16=true", replace(H100, fuses_swiglu=False), False),
+        ("parallel.bf16=true", Capability("cpu"), False),
+        ("parallel.fp16=true", H100, False),
+        ("", H100, False),
+    ],
+)
+def test_swiglu_is_one_kernel_in_bfloat16_where_a_device_has_it(typed, can, fuses):
+    assert chosen(typed, can).fuses_swiglu == fuses
+
+
 def test_all_kernels_are_named_in_one_line():
     kernels = chosen(f"parallel.bf16=true {PACKED} {EXPERTS} train.compile=true", H100)
     assert kernels.line() == (
         "kernels: attention cudnn > flash > efficient > math, documents varlen, experts grouped, weights plain, "
-        "gradients added behind products, optimizer fused, layers compiled"
+        "gradients added behind products, swiglu fused, optimizer fused, layers compiled"
     )
     assert ON_CPU.names() == {
         "attention": "torch's choice",
@@ -195,6 +210,7 @@ def test_all_kernels_are_named_in_one_line():
         "experts": "one by one",
         "gradients": "added behind products",
         "weights": "plain",
+        "swiglu": "step by step",
         "optimizer": "plain",
         "layers": "eager",
     }

@@ -29,8 +29,8 @@ MODEL = ModelConfig(
     ("layers", "elements", "other"),
     [
         (("embedding",), 0, 8),
-        # two norms' inputs and outputs, q and result (8 each), k and v (4 each), four vectors of the feed-forward
-        (("decoder.0",), 4 * 8 + 2 * 8 + 2 * 4 + 4 * 16, 4 * (2 + 2)),
+        # two norms' inputs and outputs, q and result (8 each), k and v (4 each), three vectors of the feed-forward
+        (("decoder.0",), 4 * 8 + 2 * 8 + 2 * 4 + 3 * 16, 4 * (2 + 2)),
         # a norm's input and output, the logits; labels
         (("loss",), 2 * 8 + 32, 8),
         ((), 8, 0),
@@ -55,8 +55,8 @@ INPUT = 10 * 4 * 8
         ({"granularity": "full", "num_layers": 2}, INPUT),
         ({"granularity": "full", "method": "block", "num_layers": 1}, INPUT + KEPT),
         ({"granularity": "full", "stages": [1]}, 2 * KEPT),
-        ({"granularity": "selective", "modules": ["mlp"]}, 2 * (KEPT - 10 * 4 * 4 * 16)),
-        ({"granularity": "selective", "modules": ["layernorm", "mlp"]}, 2 * (KEPT - 10 * 4 * (4 * 16 + 2 * 8 + 2))),
+        ({"granularity": "selective", "modules": ["mlp"]}, 2 * (KEPT - 10 * 4 * 3 * 16)),
+        ({"granularity": "selective", "modules": ["layernorm", "mlp"]}, 2 * (KEPT - 10 * 4 * (3 * 16 + 2 * 8 + 2))),
     ],
 )
 def test_recomputation_keeps_less_and_needs_it_again_in_the_backward(recompute: dict, kept: int) -> None:

@@ -61,7 +61,7 @@ PIPELINE = (
 
 
 @pytest.mark.parametrize(
-    ("host_link", "word"), [(6e10, "train.recompute_stages"), (1e13, "parallel.cpu_offloading_num_layers")]
+    ("host_link", "word"), [(4e10, "train.recompute_stages"), (1e13, "parallel.cpu_offloading_num_layers")]
 )
 def test_a_row_that_computes_all_again_does_so_where_it_must(
     host_link: float, word: str, monkeypatch: pytest.MonkeyPatch

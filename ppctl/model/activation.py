@@ -1,0 +1,105 @@
+"""The activation between the products of a feed-forward; on a GPU SwiGLU is one kernel each way, in bfloat16.
+
+`torch.cuda.jiterator` compiles these elementwise kernels when they are first called. Every rounding of the steps that
+run elsewhere stays where it is. silu(x) is made again in the backward, and not kept for it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TEXT = """
+template <typename T> T rounded(T x) { return T(at::BFloat16(x)); }
+template <typename T> T silu(T x) { return rounded(x / (T(1) + std::exp(-x))); }
+template <typename T> T of_silu(T gradient, T x, T s) { return gradient * s * (T(1) + x * (T(1) - s)); }
+template <typename T> void swiglu"""
+_GRADIENTS = """ T of_out = rounded(gradient * silu(x)), of_gate = rounded(rounded(gradient * up) * weight);
+    of_up = of_out * weight; of_x = of_silu(of_gate, x, T(1) / (T(1) + std::exp(-x))); """
+TEXTS = {
+    1: _TEXT + "(T x, T up, T weight, T& out) { out = rounded(silu(x) * up) * weight; }",
+    2: _TEXT + "(T gradient, T x, T up, T weight, T& of_x, T& of_up) {" + _GRADIENTS + "}",
+    3: f"{_TEXT}(T gradient, T x, T up, T weight, T& of_x, T& of_up, T& share) {{{_GRADIENTS} share = of_out * up; }}",
+}
+"""Number of results -> a kernel, the last function of its text, of float32 numbers that are stored rounded."""
+
+_kernel = cache(lambda *of, **weight: torch.cuda.jiterator._create_multi_output_jit_fn(*of, **weight))
+
+
+def _results(gradient: Tensor | None, weights: Tensor | None) -> int:
+    return 1 if gradient is None else 2 if weights is None else 3
+
+
+def _by_kernel(gradient: Tensor | None, x: Tensor, up: Tensor, weights: Tensor | None) -> list[Tensor]:
+    count, alone = _results(gradient, weights), {"weight": 1.0} if weights is None else {}
+    made = _kernel(TEXTS[count], count, **alone)(*(each for each in (gradient, x, up, weights) if each is not None))
+    return [made] if count == 1 else [*made]
+
+
+_LIBRARY = torch.library.Library("ppctl", "DEF")  # for a rehearsal, which sees operators of torch's
+_LIBRARY.define("swiglu(Tensor? gradient, Tensor x, Tensor up, Tensor? weights) -> Tensor[]")
+_LIBRARY.impl("swiglu", _by_kernel, "CUDA")
+_LIBRARY.impl("swiglu", lambda g, x, _, weights: [torch.empty_like(x) for _ in range(_results(g, weights))], "Meta")
+
+
+def fuses_swiglu(device: torch.device) -> bool:
+    """Whether this device and torch have the kernels, tried on small matrices."""
+    g, x, up = torch.linspace(-8, 8, 3 * 24 * 16, device=device).bfloat16().view(3, 24, 16)
+    cases = [(gradient, x, up, weights) for gradient, weights in product((None, g), (None, up[:, :1]))]
+    try:
+        pairs = [pair for case in cases for pair in zip(_by_kernel(*case), by_steps(*case), strict=True)]
+    except (AssertionError, AttributeError, RuntimeError):
+        return False
+    return all(torch.allclose(one, other, rtol=2**-6) for one, other in pairs)
+
+
+def by_steps(gradient: Tensor | None, x: Tensor, up: Tensor | None, weights: Tensor | None) -> list[Tensor]:
+    """The activation; or from its `gradient` those of x and up, and with weights the products of which each row's sum
+    is the gradient of its weight."""
+    if up is None and gradient is not None:
+        of_out = gradient if weights is None else gradient * weights
+        of_x = torch.ops.aten.gelu_backward(of_out, x, approximate="tanh")
+        return [of_x] if weights is None else [of_x, F.gelu(x, approximate="tanh").mul_(gradient)]
+    made = F.gelu(x, approximate="tanh") if up is None else F.silu(x)
+    if gradient is None:
+        made = made if up is None else made * up
+        return [made if weights is None else made.mul_(weights)]
+    assert up is not None  # gelu's gradient is made above
+    of_up, of_silu, shares = made.mul_(gradient), gradient * up, []
+    if weights is not None:
+        shares = [of_up * up]
+        of_up.mul_(weights), of_silu.mul_(weights)
+    return [torch.ops.aten.silu_backward.grad_input(of_silu, x, grad_input=of_silu), of_up, *shares]
+
+
+def activation(x: Tensor, up: Tensor | None = None, *, weights: Tensor | None = None, fused: bool = False) -> Tensor:
+    """The input of a feed-forward's last product: silu(x) * up (Shazeer 2020, arXiv:2002.05202), or gelu(x), of rows
+    [n, width] that have `weights` [n, 1] times these. `fused` takes the kernels, where a device has them.
+
+    GELU is the form with tanh, as in GPT-2's code and in what Megatron-LM runs by default (`bias_gelu_fusion`).
+    """
+    if torch.compiler.is_compiling() and weights is None:
+        return by_steps(None, x, up, None)[0]  # a compiler fuses the steps itself
+    out: Tensor = _Activation.apply(fused, weights, x, up)  # type: ignore[no-untyped-call]  # torch's own
+    return out
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fused: bool, weights: Tensor | None, x: Tensor, up: Tensor | None) -> Any:
+        weights = None if weights is None else weights.to(x.dtype)  # from which autocast may make two
+        ctx.way = by_steps if up is None or not fused else torch.ops.ppctl.swiglu
+        ctx.save_for_backward(x, up, weights)
+        return ctx.way(None, x, up, weights)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, up, weights = ctx.saved_tensors
+        made = ctx.way(gradients[0], x, up, weights)
+        of_weights = None if weights is None else made.pop().sum(-1, keepdim=True)
+        return None, of_weights, made[0], None if up is None else made[1]
