@@ -25,16 +25,6 @@ class ContextTraffic(NamedTuple):
     exchanging: int = 1
     """Neighbours that exchange heads."""
 
-    @property
-    def forward(self) -> float:
-        """All that a forward sends."""
-        return self.ring + self.gathered + self.heads
-
-    @property
-    def backward(self) -> float:
-        """All that a backward sends."""
-        return 2 * self.ring + 2 * self.gathered + self.heads
-
 
 def context_traffic(
     model: ModelConfig, cp_comm_type: str, size: float, over: ParallelSizes, levels: Levels | None

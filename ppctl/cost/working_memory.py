@@ -35,7 +35,8 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
     held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
     behind = sum(part.size for part in feed_forward_parts(model, moe, setting)) * setting.tokens
-    held += max(_drawn(model, setting), _dropping(model, setting)[0] - behind - 2 * hidden)
+    draws = drawn(setting, hidden // setting.element) if model.hidden_dropout else 0.0
+    held += max(draws, _dropping(model, setting)[0] - behind - 2 * hidden)
     # Under sequence parallelism a block's product is one of all tokens, until it is summed and scattered.
     leaving = setting.travelling(model) + hidden if setting.sp > 1 else 0
     if not moe:
@@ -174,11 +175,6 @@ def _dropping(model: ModelConfig, setting: Setting) -> tuple[float, float]:
     sums = setting.tokens * groups * (sizes.query_head + sizes.value_head) / setting.sizes.tp * (wide if narrow else 0)
     queries = pairs // length * sizes.query_head * setting.element  # a copy, in which heads of a group are neighbours
     return pairs * max(2 * wide + 1, 9), pairs * (3 * wide + 1 + narrow) + sums + queries
-
-
-def _drawn(model: ModelConfig, setting: Setting) -> float:
-    """Bytes of the draws of a hidden state's dropout, and of its mask, that are there at once."""
-    return drawn(setting, setting.hidden_bytes(model) // setting.element) if model.hidden_dropout else 0.0
 
 
 def drawn(setting: Setting, elements: int) -> float:

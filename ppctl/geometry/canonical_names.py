@@ -84,7 +84,7 @@ def parameter_of(name: str, model: ModelConfig) -> Parameter:
             (kind,) = layer_kinds(model, [layer])
             row = _by_name(sizes, kind).get(f"{match[1]}.{{layer}}.{match[3]}")
     else:
-        row = _beside_layers(sizes).get(name)
+        row = next((each for each in beside_layers(sizes) if each.name == name), None)
     if row is None:
         raise LookupError(f"the table of parameters, ppctl/geometry/parameters.py, has no row for {name}")
     return row
@@ -94,11 +94,6 @@ def parameter_of(name: str, model: ModelConfig) -> Parameter:
 def _by_name(sizes: Sizes, kind: Kind) -> Mapping[str, Parameter]:
     rows = kind_parameters(sizes, kind)
     return {row.name: row for row in rows} | {stack_name(row.name): row for row in rows if row.experts}
-
-
-@cache
-def _beside_layers(sizes: Sizes) -> Mapping[str, Parameter]:
-    return {row.name: row for row in beside_layers(sizes)}
 
 
 def owner_of(name: str, model: ModelConfig) -> str:

@@ -65,7 +65,7 @@ def start_sums(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
     """Start summing gradients over the group, in buckets; returns what to wait for. Until then they are undefined."""
     works = []
     for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
-        flat = _flat([_gradient(parameter) for parameter in bucket])
+        flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket])  # all bring the same buckets
         for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)  # frees the gradient that was copied
         starting(group)
@@ -76,11 +76,6 @@ def start_sums(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
 def _flat(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The gradients one after another; a single one (a large table's) is not copied."""
     return gradients[0].reshape(-1) if len(gradients) == 1 else torch.cat([each.reshape(-1) for each in gradients])
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Zeros if a rank has no gradient: every rank must bring the same buckets."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def buckets(

@@ -81,7 +81,8 @@ async def _why_unreached(host: str, port: int, limit: float) -> str | None:
             _, writer = await asyncio.open_connection(host, port)
     except OSError as error:
         # The limit's own TimeoutError has no number.
-        reason = f"nothing answered for {limit:g} s" if error.errno is None else _reason(error.errno)
+        code, reason = error.errno, f"nothing answered for {limit:g} s"
+        reason = reason if code is None else _REASONS.get(code, os.strerror(code))
         loopback = f" ({host} is an address that only its own machine can use)" if host.startswith("127.") else ""
         return reason + loopback
     writer.close()
@@ -91,10 +92,6 @@ async def _why_unreached(host: str, port: int, limit: float) -> str | None:
 def family_of(host: str) -> socket.AddressFamily:
     """The kind of an address: IPv6 if it has colons."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _reason(code: int) -> str:
-    return _REASONS.get(code, os.strerror(code))
 
 
 def reason_of(error: BaseException) -> str:

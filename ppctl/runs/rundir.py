@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -252,7 +252,7 @@ class RunDir:
     def write_measured_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Write trace/step-N.json: what every rank did in `step`, and a digest of plan.json, which it follows."""
         self.trace.mkdir(exist_ok=True)
-        plan = _digest_of_file(self.path / "plan.json", (self.path / "plan.json").stat().st_mtime_ns)
+        plan = _digest(self.path / "plan.json")
         self._write_json(f"trace/step-{step}.json", {**record, "plan": plan}, durable=False)
 
     def measured_steps(self) -> dict[int, Path]:
@@ -369,12 +369,6 @@ def unwritable(error: OSError, directory: Path, remedy: str, place: str) -> Conf
 def warn(what: Problem | str) -> None:
     """Print it once in a process: a start may look at a file several times."""
     print(f"warning: {what}", file=sys.stderr, flush=True)
-
-
-@lru_cache(maxsize=1)
-def _digest_of_file(path: Path, modified: int) -> str:
-    """Read once for all traced steps of a run: a plan of thousands of ranks has megabytes. `modified`: its time."""
-    return _digest(path)
 
 
 def _digest(plan: Path) -> str:

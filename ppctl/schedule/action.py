@@ -204,7 +204,7 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
-    capacities: Mapping[Channel, int] = field(default_factory=dict)
+    capacities: Mapping[Channel, int] = field(default_factory=dict, hash=False)
     batched: bool = False
     pairs: frozenset[Pair] = frozenset()
     frozen_stages: int = 0

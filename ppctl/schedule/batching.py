@@ -23,7 +23,6 @@ from ppctl.schedule.action import (
     F,
     I,
     Op,
-    Placement,
     Schedule,
     W,
     lane,
@@ -82,9 +81,6 @@ def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, i
     return alike.find(run), len(run) // length + 1 if len(run) >= length > 0 else 0, length
 
 
-_Actions = tuple[tuple[Action, ...], ...]
-_Alike = tuple[str, Placement, int]
-"""Values that schedules with other numbers of microbatches share: name, placement, frozen stages."""
 _LEFT = 4
 """Rounds of one microbatch that a shortened schedule keeps: enough for what is repeated to have settled."""
 
@@ -107,13 +103,12 @@ def batch_messages(schedule: Schedule) -> Schedule:
     stays. It has no pairs: for a batch the whole rank waits, whichever half needs the message. Raises ScheduleError if
     the schedule hangs.
     """
-    alike = schedule.name, schedule.placement, schedule.frozen_stages
-    return _batched(alike, schedule.num_microbatches, schedule.actions)
+    return _batched(replace(schedule, pairs=frozenset()))
 
 
 @lru_cache(16)
-def _batched(alike: _Alike, count: int, actions: _Actions) -> Schedule:
-    schedule = _schedule(alike, count, actions)
+def _batched(schedule: Schedule) -> Schedule:
+    count, actions = schedule.num_microbatches, schedule.actions
     for size in sorted({1, schedule.placement.pp}):
         left = _LEFT if size == 1 else 2
         if _repeated(actions[0], size, count)[1] < left + 2:
@@ -121,8 +116,7 @@ def _batched(alike: _Alike, count: int, actions: _Actions) -> Schedule:
         found = repetition(schedule, size)
         out = rounds(found) - left
         if out > 1:
-            few = stretched(schedule, size, -out, found)
-            choices = _settled(alike, few.num_microbatches, few.actions, size)
+            choices = _settled(stretched(schedule, size, -out, found), size)
             if choices:
                 seconds = [all_ + (out - 1) * of_round for all_, of_round, _, _ in choices]
                 _, _, order, again = choices[seconds.index(min(seconds))]
@@ -142,11 +136,10 @@ _Goes = dict[Op, list[tuple[Sequence[Action], list[float]] | None]]
 
 
 @lru_cache(64)
-def _settled(alike: _Alike, count: int, actions: _Actions, size: int) -> _Settled:
+def _settled(few: Schedule, size: int) -> _Settled:
     """Results of the choices with a round of `size` microbatches more. Empty unless the round makes every choice's
     order of events longer by the round before it: only then each further round does, too, and takes as many seconds."""
     settled = _Settled()
-    few = _schedule(alike, count, actions)
     try:
         choices = zip(_tried(few), _tried(stretched(few, size, 1)), strict=True)
     except ScheduleError:
@@ -163,11 +156,6 @@ def forget() -> None:
     """Forget the schedules that were batched before, so that the next ones take as long as in a new process."""
     _batched.cache_clear()
     _settled.cache_clear()
-
-
-def _schedule(alike: _Alike, count: int, actions: _Actions) -> Schedule:
-    name, placement, frozen_stages = alike
-    return Schedule(name, placement, count, actions, frozen_stages=frozen_stages)
 
 
 def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:

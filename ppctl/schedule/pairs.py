@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain, pairwise
 
 from ppctl.errors import Problem, some
 from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, deps, grouped
@@ -79,34 +80,20 @@ def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
     """Actions that wait for each other in a circle, if the two of a pair start at once; empty if there is none."""
-    waits = _never_there(plain, groups)
-    pp_rank, met = next(iter(waits), 0), list[int]()
-    while waits and pp_rank not in met:
-        met.append(pp_rank)
-        pp_rank = plain.placement.rank_of(waits[pp_rank][1])
-    return [waits[each][0] for each in met[met.index(pp_rank) :]] if met else []
+    entry = {action: each for row in groups for each in row for action in _actions_of(each)}
+    needed = TopologicalSorter[Action | Pair]()  # from what needs to what is needed: the first circle is found first
+    for row in groups:
+        for before, each in zip([None, *row], row, strict=False):
+            for need in chain.from_iterable(deps(action, plain) for action in _actions_of(each)):
+                needed.add(entry[need], each)
+            if before is not None:
+                needed.add(before, each)
+    try:
+        needed.prepare()
+    except CycleError as error:
+        return list(error.args[1][1:])
+    return []
 
 
-def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, int]]:
-    """pp_rank -> the entry at which it is stuck if both of each pair start at once, and the stage it waits for."""
-    done = set[Action]()
-    waits: dict[int, tuple[Action | Pair, int]] = {}
-    waiting: dict[Action, list[int]] = {}
-    at = [0] * len(groups)
-    awake = list(range(len(groups)))
-    while awake:
-        pp_rank = awake.pop()
-        waits.pop(pp_rank, None)
-        for each in islice(groups[pp_rank], at[pp_rank], None):
-            actions = each if isinstance(each, Pair) else (each,)
-            needs = chain.from_iterable(deps(action, plain) for action in actions)
-            missing = next((need for need in needs if need not in done), None)
-            if missing is not None:
-                waits[pp_rank] = (each, missing.stage)
-                waiting.setdefault(missing, []).append(pp_rank)
-                break
-            at[pp_rank] += 1
-            done.update(actions)
-            for action in actions:
-                awake += waiting.pop(action, ())
-    return waits
+def _actions_of(each: Action | Pair) -> tuple[Action, ...]:
+    return each if isinstance(each, Pair) else (each,)

@@ -23,7 +23,7 @@ from ppctl.schedule.action import (
     grouped,
 )
 from ppctl.schedule.executor import Execution, execute
-from ppctl.schedule.trace import Span, Trace, spans_of
+from ppctl.schedule.trace import Span, Trace, new_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
 
 def traced(schedule: Schedule, run: Execution) -> Trace:
     """The trace of a schedule that was run to its end."""
-    rows = enumerate(zip(timed(schedule), run.starts, run.ends, strict=True))
-    spans = chain.from_iterable(spans_of(pp_rank, *row) for pp_rank, row in rows)
-    return Trace(schedule.placement.pp, tuple(spans), schedule.pairs)
+    rows = map(zip, map(repeat, range(schedule.placement.pp)), timed(schedule), run.starts, run.ends)
+    return Trace(schedule.placement.pp, tuple(map(new_span, chain.from_iterable(rows))), schedule.pairs)
 
 
 def timed(schedule: Schedule) -> list[list[Action]]:

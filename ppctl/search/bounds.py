@@ -2,8 +2,8 @@
 
 In closed form: a rank waits for its first input, then its forwards and backwards run one after the other, and what it
 does last goes on to the first stage; it holds its state, and what its schedule has begun at its fullest moment. Closer:
-a few rounds of the schedule simulated, and the rest at the pace of the ranks on their critical path. Knows how a
-pipeline fills. Must not know which configurations there are.
+a few rounds of the schedule simulated, and the rest at the pace of the last of these. Knows how a pipeline fills. Must
+not know which configurations there are.
 """
 
 from __future__ import annotations
@@ -248,19 +248,6 @@ class PipelineBounds:
         """Bytes of a microbatch that a stage keeps between the halves of a split backward."""
         one, kinds = self.share.sample_bytes, self.cut.kinds[stage] if stage >= self.cut.frozen else {}
         return self.share.setting.micro_batch_size * sum(number * one[kind][1] for kind, number in kinds.items())
-
-    def along_chain(self, rounds: Rounds, num_microbatches: int) -> float:
-        """Seconds of a schedule call at least, along one chain of operations that was the longest at other costs; 0
-        beside frozen stages, whose backwards are in no list."""
-        if self.cut.frozen or rounds.every:
-            return 0.0
-        costs = simulation_costs(self.costs, self._stages(rounds))
-        (operations, hops, own), seconds = rounds.chain(costs), costs.seconds()
-        whole = sum(number * seconds[op][stage] for (op, stage), number in operations.items())
-        more = sum(self.costs[stage].forward_s + self.costs[stage].backward_s for stage in own)
-        whole += (num_microbatches - rounds.number) * more
-        sent = sum(number * self.costs[stage].message_s for stage, number in hops.items())
-        return sent + (1.0 - self._hidden * hides(self.share.config, rounds.row)) * whole
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the

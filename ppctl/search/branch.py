@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partial
 from heapq import heappop, heappush
 from itertools import groupby, product
 from operator import itemgetter
@@ -31,7 +31,7 @@ CLOSE = 0.02
 ROWS = 10
 """Divisions of the ranks in an answer, at most."""
 
-SINGLE = ("closer", "closest", "plan")
+SINGLE = ("simulated", "plan")
 """Levels of branches that are a single configuration."""
 
 Batch = tuple[int, int, int]
@@ -201,16 +201,13 @@ class Tree:
                     self.counts.memory += 1
                     continue
                 of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
-                self._add(self._step(0.0, of_one, pipeline, batch), 1, "closer", of_one, pipeline, batch)
+                self._add(self._step(0.0, of_one, pipeline, batch), 1, "simulated", of_one, pipeline, batch)
 
-    def _bounded(self, bound: str, level: str, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
-        """One configuration, by a bound of its schedule that is closer than the closed form."""
-        key = of._replace(data_parallel_sharding=""), bound
-        call = self._once(key, lambda: getattr(pipeline, bound)(self.rounds(of, batch[1], STEADY), batch[1]))
-        self._add(self._step(call, of, pipeline, batch), 1, level, of, pipeline, batch)
-
-    closer = partialmethod(_bounded, "along_chain", "closest")
-    closest = partialmethod(_bounded, "simulated", "plan")
+    def simulated(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
+        """One configuration, by a few rounds of its schedule: closer than the closed form."""
+        key = of._replace(data_parallel_sharding=""), "simulated"
+        call = self._once(key, lambda: pipeline.simulated(self.rounds(of, batch[1], STEADY), batch[1]))
+        self._add(self._step(call, of, pipeline, batch), 1, "plan", of, pipeline, batch)
 
     @staticmethod
     def _step(call: float, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> float:

@@ -1,4 +1,4 @@
-"""A few rounds of a schedule: what a rank holds at its fullest moment, and what its longest chain of operations is.
+"""A few rounds of a schedule, and what a rank holds at its fullest moment.
 
 Knows how lists of actions fill a pipeline. Must not know prices.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import NamedTuple
 
 from ppctl.cost.parameter_counts import trained_count, untrained_bytes
@@ -17,9 +16,8 @@ from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.schedule_choice import Choice, compute_only, presumed
 from ppctl.plan.stages import precision_of
 from ppctl.plan.violations import ConfigValues
-from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Op, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Placement, Schedule
 from ppctl.schedule.policies import POLICIES
-from ppctl.schedule.simulate import Costs, critical_path, simulate
 
 FILLED, STEADY = 3, 6
 """Rounds of the pipeline after which every schedule has held as much as it ever will, and keeps its pace or slows
@@ -84,11 +82,6 @@ def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
     return min(num_microbatches, num_microbatches % pp * (rounds == STEADY) + max(rounds * pp, least))
 
 
-Chain = tuple[Counter[tuple[Op, int]], Counter[int], tuple[int, ...]]
-"""Operations, by stage, of which each waits for the one before; messages, by the stage that they leave forwards; and
-the stages of the rank whose operations follow on each other in the middle, where longer schedules have more of them."""
-
-
 class Rounds:
     """A few rounds of a policy's schedule on a pipeline, as the plan of a config makes it."""
 
@@ -98,28 +91,12 @@ class Rounds:
         self.plain = self._make(number)
         self.every = policy == _ALL_AT_ONCE
         self._lowered: dict[int, Schedule] = {}
-        self._chain: Chain | None = None
 
     def lowered(self, number: int) -> Schedule:
         """With its messages, for `number` microbatches."""
         if number not in self._lowered:
             self._lowered[number] = presumed(self.values, self._make(number), self.cut.frozen).schedule
         return self._lowered[number]
-
-    def chain(self, costs: Costs) -> Chain:
-        """The longest chain at the costs of the first call, without what batches of messages wait for."""
-        if self._chain is None:
-            path = critical_path(simulate(self.plain, costs))
-            operations = Counter((span.action.op, span.action.stage) for span in path)
-            hops, ranks = Counter[int](), Counter[int]()
-            for before, after in pairwise(path):
-                if before.pp_rank != after.pp_rank:
-                    hops[min(before.action.stage, after.action.stage)] += 1
-                elif self.number <= 3 * before.action.mb <= 2 * self.number:
-                    ranks[before.pp_rank] += 1
-            most = self.cut.ranks[self.row.placement][ranks.most_common(1)[0][0]] if ranks else ()
-            self._chain = operations, hops, most
-        return self._chain
 
     @cached_property
     def filled(self) -> list[Filled]:

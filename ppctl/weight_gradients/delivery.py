@@ -42,12 +42,8 @@ def operands(weight: Tensor, make: Make) -> Iterator[Tensor]:
 
 
 def version_of(weight: Tensor, make: Make) -> int:
-    """The versions of `operands`, summed; without a generator, because every product asks twice."""
-    total = 0
-    for held in make.args if isinstance(make, partial) else ():
-        if held is not weight and isinstance(held, Tensor):
-            total += held._version
-    return total
+    """The versions of `operands`, summed."""
+    return sum(held._version for held in operands(weight, make))
 
 
 def deliver(groups: list[list[Use]]) -> None:

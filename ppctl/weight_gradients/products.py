@@ -124,12 +124,8 @@ def _of_left(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _of_input(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of x in x @ weight.t(): `_of_left` without transposing twice."""
-    rows = _rows(gradient)
-    if _by_columns(_rows(x)):
-        return weight.t().mm(rows.t()).t().reshape(x.shape)
-    of_rows = rows.mm(weight)
-    return of_rows if x.dim() == 2 else of_rows.reshape(x.shape)
+    """The gradient of x in x @ weight.t()."""
+    return _of_left(gradient, x, weight.t())
 
 
 def _matrix_gradient(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
@@ -141,9 +137,7 @@ def _matrix_gradient(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
 
 def _transposed_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the weight in x @ weight.t()."""
-    if weight.stride() == (weight.shape[1], 1):  # its transposed matrix lies column by column
-        return _rows(gradient).t().mm(_rows(x))
-    return _rows(x).t().mm(_rows(gradient)).t()
+    return _matrix_gradient(gradient, x, weight.t()).t()
 
 
 def _nothing(*_: Tensor) -> None:

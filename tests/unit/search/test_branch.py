@@ -79,7 +79,7 @@ def _divided_to_the_end(search: Search, plans: dict[object, Plan]) -> None:
         if branch.level == "plan":
             bounds[branch.parts[0]] = branch.seconds
         else:
-            if branch.level == "closer" and branch.parts[0] in plans:
+            if branch.level == "simulated" and branch.parts[0] in plans:
                 of, pipeline, batch = branch.parts
                 held = pipeline.peak(tree.rounds(of, batch[1], FILLED), batch[1], of.data_parallel_sharding)
                 assert held <= peak(plans[of]) + 1, of
