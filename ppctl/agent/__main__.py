@@ -1,9 +1,14 @@
-"""`python -m ppctl.agent` is the program `ppctl.agent.job`. No signal ends it, or is lost, while it imports."""
+"""`python -m ppctl.agent` is the program `ppctl.agent.job`. No signal ends it, or is lost, while it imports; none that
+comes when its outcome is known changes that."""
 
 import signal
 import sys
 from importlib import import_module
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP))
-    sys.exit(import_module("ppctl.agent.job").main())
+    asks = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
+    signal.pthread_sigmask(signal.SIG_BLOCK, asks)
+    code = import_module("ppctl.agent.job").main()
+    for number in asks:  # a handler of Python's is gone before the process is
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)

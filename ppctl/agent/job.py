@@ -21,15 +21,15 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from ppctl.agent import lives
 from ppctl.agent.node import ASKS, NodeAgent
-from ppctl.agent.rendezvous import JOIN, LOST, NodeRendezvous
-from ppctl.agent.smaller import plan_smaller
+from ppctl.agent.rendezvous import CAME, JOIN, LOST, NodeRendezvous
+from ppctl.agent.smaller import complete, plan_smaller
 from ppctl.config.quantities import seconds
-from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted
+from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted, visible
 from ppctl.host.devices import machines
 from ppctl.launch import slurm
 from ppctl.launch.enter import check_node, package_digest
@@ -39,14 +39,15 @@ from ppctl.launch.machine import shortage
 from ppctl.launch.outcome import DONE, FINAL, GO_ON, STOPPED, TERMINATED, JobOutcome
 from ppctl.rank.own_process import raise_file_limit
 from ppctl.rank.rendezvous import SharedRun, publish_run, read_run, receive_run, sealed
-from ppctl.reach.store import SealedStore, listen_as
+from ppctl.reach.store import SealedStore, limit_answers, listen_as, unproved
 from ppctl.records.run_records import ASKED_WORDS
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import slurm_start
+from ppctl.runs.rundir import RunDir
 
-_JOB, _ANSWER = "ppctl/job", timedelta(seconds=20)
-"""How long the store may take for an answer: torch asks twice, in two threads, before its host counts as lost."""
+_JOB, _ASKED, _ANSWER = "ppctl/job", "ppctl/asked", timedelta(seconds=20)
+"""How long the store may take for an answer: after at most two such times its host counts as lost."""
 _GONE = ("PP-E656", "PP-E708")
 """Codes of errors that the host of the rendezvous does not answer."""
 _SCRIPT = 30
@@ -55,7 +56,7 @@ _SCRIPT = 30
 
 def main() -> int:
     """Run this host's agent to the end of the job; returns the exit code."""
-    submitted, agent = sys.argv[1] == "--submitted", None
+    submitted, agent, run, host, served = sys.argv[1] == "--submitted", None, "", "", list[str]()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it may have ranks it ends at once, also inside a wait in C++
     if not submitted:  # where a request to save is kept until the agent listens
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
@@ -66,27 +67,27 @@ def main() -> int:
     os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "").replace("3", "")  # it is read by now
     try:
         # The host of the store comes first in the order of names: rank 0's lines stay on its terminal.
-        index, run, host, port, typed, *served = _of_job(sys.argv[2]) if submitted else _of_host(*sys.argv[1:])
+        by_hand = "1" if len(sys.argv) == 4 else "0", "", *sys.argv[1:]
+        index, run, host, port, typed, *served = _of_job(sys.argv[2]) if submitted else by_hand
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "", "PPCTL_START": ""}  # what `sealed` proves
         store, shared, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed, run)
         address, name = (host, int(port)), f"{index} {host_name()}"
         agent = _agent(shared, told[0], address, store, name, submitted=submitted)
         while (outcome := _to_the_end(agent, host, port, told, serves=bool(served))) is None:
-            shared, told = _anew(agent, told, serves=bool(served))
+            (shared, told), life = _anew(agent, told, serves=bool(served)), agent.life
             agent = _agent(shared, told[0], address, store, name, submitted=submitted)
+            agent.life = life  # until it begins one
             agent.rendezvous.follow()
+        if outcome.report and not agent.in_slurm:  # there the script says it
+            print(visible(outcome.report), file=sys.stderr)
     except PpctlError as error:
-        if error.problems[0].code in _GONE and submitted and slurm_start() is None:
-            print(f"note: {error.problems[0].message}; all meet anew when it is back", file=sys.stderr)
-            return GO_ON
-        print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
+        outcome = _failed(error, run, host, agent)
         if agent is None or not submitted:
-            return error.exit_code
-        outcome = JobOutcome(error.exit_code, "failed", str(error.problems[0]))
+            if agent is None and served:  # else the others would have the job start again
+                outcome.write(RunDir(Path(served[0])), ())
+            return outcome.exit_code
         if served:
             agent.rendezvous.shutdown()
-    if outcome.report and not agent.in_slurm:  # there the script says it
-        print(outcome.report, file=sys.stderr)
     if served:
         if fence.older(agent.life) is None:
             outcome.write(agent.run_dir, ())
@@ -94,9 +95,18 @@ def main() -> int:
     return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
 
 
-def _of_host(host: str, port: str, typed: str, *served: str) -> tuple[str, ...]:
-    """The agent's place in the order of nodes, no run (another host tells it), and the arguments."""
-    return str(int(not served)), "", host, port, typed, *served
+def _failed(error: PpctlError, run: str, host: str, agent: NodeAgent | None) -> JobOutcome:
+    """Tell of an error that ends this agent. SLURM's job (of the `run`) starts again if its first `host` is lost."""
+    problem, in_slurm = error.problems[0], slurm_start() is not None
+    gone = run and problem.code in _GONE
+    if gone and not in_slurm:
+        print(f"note: {problem.message}; all meet anew when it is back", file=sys.stderr)
+        return JobOutcome(GO_ON, "stopped")
+    print("\n".join(f"error {each}" for each in error.problems), file=sys.stderr)
+    if gone:
+        time.sleep(3 * LOST)  # if it is this agent that is lost, the others begin a life without it, or requeue
+        _requeue(RunDir(Path(run)), agent, problem.message, [host])
+    return JobOutcome(error.exit_code, "failed", str(problem))
 
 
 def _of_job(run: str) -> tuple[str, ...]:
@@ -113,8 +123,17 @@ def _of_job(run: str) -> tuple[str, ...]:
 def _serve(host: str, port: int, typed: str, run: str, descriptor: str) -> tuple[SealedStore, SharedRun, list[str]]:
     """The store, the run, and what else all agents are told: the job's id, the code and the words typed here."""
     plain = TCPStore(host, port, None, True, _ANSWER, False, multi_tenant=True, master_listen_fd=int(descriptor))
+    complete(RunDir(Path(run)))
     shared, told = read_run(Path(run)), [secrets.token_hex(4), package_digest(), typed]
-    store = sealed(plain, shared.run)
+    store, number = sealed(plain, shared.run), 1
+
+    def answer() -> None:
+        nonlocal number
+        while plain.check([asked := f"{_ASKED}/{number}"]):
+            store.set(f"{asked}/answer", plain.get(asked).decode("latin-1"))
+            number += 1
+
+    NodeRendezvous.answer = staticmethod(answer)
     store.set(_JOB, told)
     publish_run(store, shared)
     return store, shared, told
@@ -129,10 +148,16 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
         print(f"note: {host_name()}: {told}", file=sys.stderr)
     try:
         plain = TCPStore(host, port, None, False, JOIN, False)
-        entered = _read(Path(run), plain) if run else receive_run(plain)
+        limit_answers(port, _ANSWER)
+        entered = receive_run(plain, Path(run) if run else None)
         assert not isinstance(entered, int)  # no agent refuses a run there
         shared, store = entered
         told = store.get(_JOB)
+        if not run:  # its secret may be of a run that is over: it proves a word that is drawn now
+            asked, word = f"{_ASKED}/{plain.add(_ASKED, 1)}", secrets.token_hex(16)
+            plain.set(asked, word)
+            if store.get(f"{asked}/answer") != word:
+                raise TrainingError(unproved(asked))
         plain.set_timeout(_ANSWER)
     except RuntimeError as error:
         message = f"{host_name()} did not reach the first host's agent at {host} port {port}"
@@ -145,11 +170,6 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
         remedy = f"ppctl node --rendezvous {host}:{port}"
         raise ConfigError(Problem("PP-E655", message, remedy, "command line"))
     return store, shared, told
-
-
-def _read(directory: Path, store: Store) -> tuple[SharedRun, SealedStore]:
-    shared = read_run(directory)
-    return shared, sealed(store, shared.run)
 
 
 def _agent(
@@ -188,7 +208,7 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
             time.sleep(1.0)
         entered = receive_run(store.plain)
     except RuntimeError as error:
-        raise _gone() from error
+        raise _gone("") from error
     assert not isinstance(entered, int)
     return entered[0], told
 
@@ -196,28 +216,29 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
 def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serves: bool) -> JobOutcome | None:
     """Run the agent; how the job ended, by the run directory, and None if those that are left begin another. Raises
     TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job starts
-    again without lost nodes."""
+    again without lost nodes, also before its first life."""
     run, ended, shrink = agent.run_dir, True, agent.rendezvous.shrink
     remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
     try:
+        agent.store.set(f"{CAME}/{agent.store.plain.add(CAME, 1)}", host_name())
         _live(agent, serves=serves)
     except SystemExit as left:
         if agent.in_pod or not agent.asked:  # the others go on
             if agent.in_slurm and serves:
-                _requeue(agent, f"ranks on {host_name()} cannot be killed", [host_name()])
+                _requeue(run, agent, f"ranks on {host_name()} cannot be killed", [host_name()])
             return JobOutcome(left.code if isinstance(left.code, int) else 1, "interrupted")
     except RendezvousClosedError as closed:
         ended = not closed.args
     except RendezvousTimeoutError as error:
-        if not agent.rendezvous.has_begun:
-            raise TrainingError(Problem("PP-E709", "not all hosts of the run came in time", remedy)) from error
-        return None if shrink == "smaller" else _too_few(agent, remedy, serves=serves)
+        if agent.rendezvous.has_begun:
+            return None if shrink == "smaller" else _too_few(agent, remedy, serves=serves)
+        message, plain = "not all hosts of the run came in time", agent.store.plain
+        if agent.in_slurm and serves:
+            came = [agent.store.get(f"{CAME}/{number + 1}") for number in range(plain.add(CAME, 0))]
+            _requeue(run, agent, message, _absent(came))
+        raise TrainingError(Problem("PP-E709", message, remedy)) from error
     except (RendezvousError, RuntimeError) as error:
-        message = f"the host of the rendezvous, {host}:{port}, does not answer any more"
-        if agent.in_slurm:
-            time.sleep(3 * LOST)  # if it is this agent that is lost, the others begin a life without it, or requeue
-            _requeue(agent, message, [host])
-        raise TrainingError(Problem("PP-E656", message, remedy)) from error
+        raise _gone(f", {host}:{port},", remedy) from error
     agent.rendezvous.shutdown()
     outcome = job_outcome(run, 1, ended=ended)
     if agent.in_pod:
@@ -238,9 +259,8 @@ def _too_few(agent: NodeAgent, remedy: str, *, serves: bool) -> JobOutcome:
     """The end of a job that lacks agents. SLURM's job and a JobSet start again."""
     run, message = agent.run_dir, "not all hosts of the run came in time (launch.shrink=requeue)"
     if agent.in_slurm and serves:
-        starts, here = run.environment().get("starts"), agent.rendezvous.here()
-        nodes = starts[-1]["nodes"] if starts else here
-        _requeue(agent, lives.why(run, nodes, here), sorted(set(nodes).difference(here)))
+        absent = _absent(here := agent.rendezvous.here())
+        _requeue(run, agent, lives.why(run, [*here, *absent], here), absent)
     if agent.in_pod:
         return JobOutcome(GO_ON, "stopped", message)
     return JobOutcome(STOPPED, "stopped", f"{message}; go on with: {remedy}")
@@ -257,30 +277,37 @@ def _in_pod(agent: NodeAgent, outcome: JobOutcome, told: list[str]) -> JobOutcom
     try:
         goes_on = outcome.exit_code in (STOPPED, TERMINATED) or agent.store.get(_JOB) != told
     except RuntimeError as error:
-        raise _gone() from error
+        raise _gone("") from error
     return None if goes_on else outcome
 
 
-def _gone() -> TrainingError:
-    return TrainingError(Problem("PP-E656", "the host of the rendezvous does not answer any more"))
+def _gone(which: str, remedy: str = "") -> TrainingError:
+    return TrainingError(Problem("PP-E656", f"the host of the rendezvous{which} does not answer any more", remedy))
 
 
-def _requeue(agent: NodeAgent, why: str, without: Iterable[str]) -> None:
-    """Have SLURM's job start again, unless its run is over or goes on without this agent. The script does it when it
-    sees the mark; if the script's node is the one that is lost, this agent does."""
-    run, start = agent.run_dir, slurm_start()
+def _absent(here: Iterable[str]) -> list[str]:
+    """The nodes of SLURM's job that are not `here`, by the list that its script has made."""
+    return sorted(set(os.environ.get("PPCTL_NODES", "").split()).difference(here))
+
+
+def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> None:
+    """Have SLURM's job start again, unless its run is over or goes on without this process, which may have no agent
+    yet. The script does it when it sees the mark; if the script's node is the one that is lost, this process does."""
+    start = slurm_start()
     status, finished = run.status(), run.result().get("state") == "finished"
     over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
     if start is None or over:
         return
-    life = agent.life or fence.variables(start, run.path)[fence.LIFE]  # before the first, that of `enter`
+    life = (agent and agent.life) or fence.variables(start, run.path)[fence.LIFE]  # before the first, that of `enter`
     if fence.older(life):
         return
     if not run.has_requeue_mark(start):
         run.write_requeue_mark(start, why, without)
-    agent.asked = 0
-    time.sleep(_SCRIPT + (agent.get_worker_group().group_rank or 0))  # one after the other: the first ends all
+    if agent is not None:
+        agent.asked = 0
+    time.sleep(_SCRIPT + int(os.environ.get("SLURM_NODEID", 0)))  # one after the other: the first ends all
     # A signal meanwhile: the script lives and has decided, or somebody ends the job.
+    told = agent.asked if agent is not None else signal.sigpending()
     more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
-    if more and not agent.asked and fence.older(life) is None:
+    if more and not told and fence.older(life) is None:
         slurm.requeue(os.environ["SLURM_JOB_ID"])

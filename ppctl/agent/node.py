@@ -32,10 +32,11 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ppctl.agent import lives
 from ppctl.agent.rendezvous import LOST, NodeRendezvous
-from ppctl.errors import Problem
+from ppctl.errors import Problem, visible
+from ppctl.hang.progress import time_to_leave
 from ppctl.host.processes import HANDED_OVER
 from ppctl.launch.environment import default_variables, rank_variables
-from ppctl.launch.outcome import Exit, failures
+from ppctl.launch.outcome import FINAL, Exit, failures
 from ppctl.launch.process import LAST_LINES, Standby, copy_lines, writer_to
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.store import SealedStore
@@ -44,9 +45,9 @@ from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import SECRET, slurm_start
 
 ASKS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
-_FINAL, _LOOK, _LOOK_LOADED = (2, 3, 4), 0.1, 5.0
-_KILLED, _STOP_GRACE = 30.0, 60.0
-"""Seconds that killed ranks have to be gone (a driver may take long), and asked ranks to save and leave."""
+_LOOK, _LOOK_LOADED = 0.1, 5.0
+_KILLED = 30.0
+"""Seconds that killed ranks have to be gone: a driver may take long."""
 
 
 class NodeAgent(SimpleElasticAgent):
@@ -69,8 +70,9 @@ class NodeAgent(SimpleElasticAgent):
         size, most = shared.plan.sizes.world // rendezvous.settings.max_nodes, sys.maxsize  # `lives.begin` counts
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
-        self.run_dir, self._launch, self.job, self._address = shared.run, shared.config.launch, job, address
+        self.run_dir, self._plan, self._launch, self.job = shared.run, shared.plan, shared.config.launch, job
         self.rendezvous, self.store, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
+        self._address = address
         self._submitted, self.in_slurm = submitted, submitted and slurm_start() is not None
         if self.in_slurm and rendezvous.shrink == "wait":
             rendezvous.shrink = "requeue"
@@ -123,7 +125,7 @@ class NodeAgent(SimpleElasticAgent):
             if not run.has_error(failure.rank):
                 with suppress(OSError):  # on a full disk its log has the reason
                     run.write_error(failure)
-        final = any(code in _FINAL for code in codes.values())
+        final = any(code in FINAL for code in codes.values())
         if self.asked and self.in_pod and not final:
             raise SystemExit(128 + self.asked)  # the others go on
         if final or (self.asked and not self.in_slurm):  # there the next life saves and leaves
@@ -169,7 +171,8 @@ class NodeAgent(SimpleElasticAgent):
                 why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:
-                    print(f"note: start {number} on {', '.join(nodes)}: {why}", file=sys.stderr, flush=True)
+                    told = f"note: start {number} on {', '.join(nodes)}: {why}"
+                    print(visible(told), file=sys.stderr, flush=True)
         number = self._value(store, "life") or 0
         if number < 0:
             raise RendezvousClosedError("failed")
@@ -214,7 +217,7 @@ class NodeAgent(SimpleElasticAgent):
         if number == signal.SIGINT:
             print("\nsaving after this step, then stopping; Ctrl-C once more ends at once", file=sys.stderr)
         elif not self._submitted:
-            self._deadline = time.monotonic() + _STOP_GRACE
+            self._deadline = time.monotonic() + time_to_leave(self._plan, self.run_dir.metrics_file(last=1000).read())
         self._ask(alive)
 
     def _ask(self, ranks: Sequence[Standby]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -17,6 +18,8 @@ from ppctl.reach.store import unproved
 
 JOIN = timedelta(minutes=10)
 """How long agents wait for one that is missing."""
+CAME, _SINCE = "ppctl/came", time.monotonic()
+"""The count of a job's agents that have reached the store, in it, and when this one began."""
 LOST, _PROOF = 15, 32
 """Seconds without a sign of life, of three that agents give meanwhile, after which others take one for lost."""
 _SLOW = 3.0
@@ -24,9 +27,19 @@ _SLOW = 3.0
 
 
 class _SealedBackend(C10dRendezvousBackend):
-    """c10d's backend. torch pickles the state, so it travels with an HMAC; what does not fit raises TrainingError."""
+    """c10d's backend. torch pickles the state, so it travels with an HMAC; what does not fit raises TrainingError. A
+    store that fails once is asked no more: an answer that comes late would be taken for the next one."""
 
-    key, before_look = b"", staticmethod(lambda: None)
+    key, before_look, _lost = b"", staticmethod(lambda: None), False
+
+    def _call_store(self, *operation: Any) -> Any:
+        if self._lost:
+            raise RendezvousConnectionError
+        try:
+            return super()._call_store(*operation)
+        except RendezvousConnectionError:
+            self._lost = True
+            raise
 
     def get_state(self) -> Any:
         self.before_look()
@@ -57,6 +70,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
     """Whether a cluster makes all agents, sooner or later: the first meeting has no limit."""
     stands_back = 0.0
     """Seconds in which this agent, a spare's, lets those of nodes come first to their first meeting."""
+    answer: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+    """Called before each look: in the agent that has the store, answers hosts that join."""
     _surplus_since: float | None = None
     _short_since: float | None = None
 
@@ -73,10 +88,11 @@ class NodeRendezvous(DynamicRendezvousHandler):
     def _before_look(self) -> None:
         """Let those that had ranks look first. Raises ConfigError (PP-E658) in a surplus agent, once all lost ones have
         been noticed, and RendezvousTimeoutError if there are too few and nobody comes."""
+        NodeRendezvous.answer()
         state, now = self._state_holder.state, time.monotonic()
         if self.nobody_comes and self.has_begun:
             # Who meets the others anew is not in the state for a moment, and who was slow may come back.
-            short = len(state.last_heartbeats) < self.settings.max_nodes
+            short = len(state.last_heartbeats) < self.settings.max_nodes and not self._one_comes()
             self._short_since = self._short_since or now if short else None
             if short and now - (self._short_since or now) > LOST:
                 raise RendezvousTimeoutError
@@ -89,6 +105,11 @@ class NodeRendezvous(DynamicRendezvousHandler):
             message = f"the run has all hosts that it needs: nodes {self.settings.max_nodes}, spares {self.spares}"
             raise ConfigError(Problem("PP-E658", message, f"launch.spares={self.spares + 1}", "launch.spares"))
         time.sleep(_SLOW)
+
+    def _one_comes(self) -> bool:
+        """Whether an agent of the job still imports: one that has never come is not lost."""
+        soon = time.monotonic() - _SINCE < JOIN.total_seconds()
+        return soon and self._store.add(CAME, 0) < self.settings.max_nodes + self.spares
 
     @property
     def _is_complete(self) -> bool:

@@ -8,10 +8,20 @@ from ppctl.errors import ConfigError
 from ppctl.launch.run_directory import with_value
 from ppctl.plan.build import build_plan
 from ppctl.plan.memory_limit import amount
+from ppctl.plan.sizes import derive_world
 from ppctl.plan.violations import ConfigValues, overrides_text
 from ppctl.runs.run_starts import set_aside
 from ppctl.runs.rundir import RunDir
 from ppctl.search.remaining import Whole, nothing_fits, remaining
+
+
+def complete(run: RunDir) -> None:
+    """Write the plan for the run's config if whoever replaced the config has died before that: then the ranks of the
+    plan are still those of more hosts."""
+    config, plan = run.read_config(), run.read_plan()
+    sizes, _ = derive_world(ConfigValues(config, plan.provenance), [])
+    if sizes is not None and sizes.world != plan.sizes.world:
+        run.write_plan(build_plan(config, plan.provenance, title=plan.name))
 
 
 def plan_smaller(run: RunDir, nodes: int) -> None:
@@ -24,7 +34,7 @@ def plan_smaller(run: RunDir, nodes: int) -> None:
     values = whole.on(found.nodes).overridden(found.words)
     spares = max(config.launch.spares, nodes - found.nodes)
     set_aside(run)
-    run.write_plan(build_plan(values.config, values.provenance, title=plan.name))
     run.write_config(with_value(values.config, "launch", spares=spares))
+    run.write_plan(build_plan(values.config, values.provenance, title=plan.name))
     cost = f"{plan.step_time_s / found.plan.step_time_s:.0%} of the tokens/s, at most {amount(found.plan.peak_bytes)}"
     print(f"note: {nodes} of {whole.nodes} nodes go on with {overrides_text(found.words)}: {cost}", file=sys.stderr)

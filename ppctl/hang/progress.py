@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
+from ppctl.plan import Plan
 from ppctl.records.rank_records import RankState
 
 LEAST, TIMES = 120.0, 10.0
@@ -27,6 +29,14 @@ def seconds_to_leave(save: float | None, saved_bytes: int, step: float) -> float
     """Seconds that a job needs to save and end: two saves, three steps and the margin. `save` and `step` are seconds
     of the slowest ones; without a save yet, `saved_bytes` of a rank take as long as a slow disk needs."""
     return 2 * (saved_bytes / _SLOW_DISK if save is None else save) + 3 * step + MARGIN
+
+
+def time_to_leave(plan: Plan, records: Sequence[Mapping[str, Any]]) -> float:
+    """`seconds_to_leave` for a run with this plan and these lines of metrics.jsonl; without any, the plan's step."""
+    save = max((record["save_s"] for record in records if "save_s" in record), default=None)
+    saved = max(cost.weight_bytes + cost.optimizer_bytes for cost in plan.pp_ranks)
+    step = max((record.get("step_time_s") or 0.0 for record in records[-10:]), default=0.0) or plan.step_time_s
+    return seconds_to_leave(save, saved, step)
 
 
 @dataclass(frozen=True, slots=True)

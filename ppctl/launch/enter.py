@@ -1,7 +1,8 @@
 """`python -m ppctl.launch.enter RUN --code DIGEST`: the first step of a submitted job, once on every node.
 
 The node must see the run directory, and its ppctl be the one that was submitted (a job may wait for hours, and must not
-run what somebody has edited since). On a problem it prints one line on stdout and exits with the error's code.
+run what somebody has edited since). It prints one line on stdout: the node's name, or a problem, with whose exit code
+it exits.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PpctlError as error:
         print(f"error {error.problems[0]}".replace("\n", "; "))
         return error.exit_code
+    print(host_name())
     return 0
 
 

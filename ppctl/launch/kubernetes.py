@@ -34,8 +34,7 @@ def submit(run: RunDir) -> str:
     launch = Launch(run.read_config(), run.read_plan(), run.commands()[-1])
     code, secret = run.job().get("code") or code_of(launch.config), secret_of(run)
     text = "none" if secret is None else secret.hex()
-    save = max((record["save_s"] for record in run.metrics() if "save_s" in record), default=None)
-    jobset, *others = objects(KubernetesJob(launch, run.id, code, save), text)
+    jobset, *others = objects(KubernetesJob(launch, run.id, code, run.metrics()), text)
     run.write_script(as_yaml([jobset, *(each for each in others if each["kind"] != "Secret")]), "submit.yaml")
     client, namespace, context = _place(run.job().get("cluster", ""))
     name, namespace = str(jobset["metadata"]["name"]), jobset["metadata"].get("namespace") or namespace

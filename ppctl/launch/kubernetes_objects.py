@@ -24,7 +24,7 @@ from ppctl.config.mapping import to_mapping
 from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
-from ppctl.hang.progress import seconds_to_leave
+from ppctl.hang.progress import time_to_leave
 from ppctl.host.devices import gpus_needed, machines
 from ppctl.launch.outcome import GO_ON, TERMINATED
 from ppctl.launch.run_directory import Launch, with_value
@@ -46,8 +46,8 @@ class KubernetesJob:
     run_id: str
     code: str
     """The package's digest, or `live`."""
-    save: float | None = None
-    """Seconds of the slowest save that was measured."""
+    records: Sequence[Mapping[str, Any]] = ()
+    """What metrics.jsonl says so far."""
 
     @property
     def config(self) -> RunConfig:
@@ -57,8 +57,7 @@ class KubernetesJob:
     @property
     def grace(self) -> int:
         """Seconds that a pod has to save."""
-        saved = max(cost.weight_bytes + cost.optimizer_bytes for cost in self.launch.plan.pp_ranks)
-        needed = seconds_to_leave(self.save, saved, self.launch.plan.step_time_s)
+        needed = time_to_leave(self.launch.plan, self.records)
         return self.config.launch.kubernetes.grace or int(needed) + 11
 
 

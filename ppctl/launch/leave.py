@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppctl.errors import visible
 from ppctl.hang.verdict import published_states
 from ppctl.launch.outcome import DONE, STOPPED, JobOutcome, failures, is_echo, report, terminated
 from ppctl.records.rank_records import RankState
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunDir(args.run)
     outcome = job_outcome(run, args.step_code, ended=args.ended)
     if outcome.report:
-        print(outcome.report, file=sys.stderr)
+        print(visible(outcome.report), file=sys.stderr)
     outcome.write(run, _states(run))
     return outcome.exit_code
 

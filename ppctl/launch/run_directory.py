@@ -74,6 +74,7 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
     if checkpoint is not None and resume != AUTO:
         resume = str(checkpoint)
     try:
+        (run.path / "life").unlink(missing_ok=True)  # the launcher's ranks have no other
         set_aside(run)
         _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     except OSError as error:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppctl.config.quantities import seconds
 from ppctl.config.schema import RunConfig
 from ppctl.errors import pasted
 from ppctl.host.devices import gpus_needed
@@ -59,6 +60,7 @@ def render(job: SlurmJob) -> str:
         python=_q(job.python),
         code=_q(job.code),
         most=str(launch.max_requeues),
+        limit=str(seconds(launch.start_limit)),
         settings=settings,
         container=" ".join(map(_q, _container_options(job))),
         agents=" ".join(map(_q, _agent_options(job))),
@@ -114,7 +116,7 @@ def _agent_options(job: SlurmJob) -> Iterator[str]:
     """srun's options for one task a node, whatever happens to the others; it has all that the node's ranks have."""
     launch = job.config.launch
     yield from (f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1")
-    yield from ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none", "--cpu-bind=none")
+    yield from ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none")
     if launch.device == "cuda":
         yield "--gpu-bind=none"  # every rank sees all GPUs of its node, so that they send to each other directly
     if launch.cpus_per_task is not None:

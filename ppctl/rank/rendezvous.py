@@ -11,12 +11,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -192,9 +192,13 @@ def publish_run(store: SealedStore, shared: SharedRun) -> None:
     store.set(_RUN, parts)
 
 
-def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
+def receive_run(store: Store, directory: Path | None = None) -> tuple[SharedRun, SealedStore] | int:
     """The run that rank 0 published and the store with its secret, or the exit code with which rank 0 refused a run.
-    The secret's place is read before it can prove anything: it counts only if it is this user's own."""
+    Without its `directory`, the secret's place is read before it can prove anything: it counts only if it is this
+    user's own."""
+    if directory is not None:
+        own = sealed(store, RunDir(directory))
+        return _shared(own.get(_RUN)), own
     try:
         parts = json.loads(halves(store.get(_RUN))[1])
         if "refused" in parts:
@@ -206,9 +210,11 @@ def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise TrainingError(unproved(_RUN)) from error
     own = sealed(store, named, reported=True)
-    parts = own.get(_RUN)  # all of it is taken from here: what was read before may have been a stranger's
-    run = RunDir(Path(parts["directory"]))
-    return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own
+    return _shared(own.get(_RUN)), own  # all of it: what was read before may have been a stranger's
+
+
+def _shared(parts: Mapping[str, Any]) -> SharedRun:
+    return SharedRun(RunDir(Path(parts["directory"])), from_mapping(parts["config"]), Plan.from_json(parts["plan"]))
 
 
 def refuse_run(store: Store, code: int, world_size: int, patience_s: float = 30.0) -> None:

@@ -149,8 +149,7 @@ def set_aside(run: RunDir) -> None:
         if old.exists():
             # A copy, not a move: the file stays readable until its successor replaces it.
             shutil.copy2(old, old.with_name(f"{old.stem}-{number}{old.suffix}"))
-    for name in ("result.json", "life"):
-        (run.path / name).unlink(missing_ok=True)
+    (run.path / "result.json").unlink(missing_ok=True)
     _keep_errors(run, number)
 
 

@@ -22,7 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppctl.errors import CONTROL, ConfigError, Problem, pasted
+from ppctl.errors import CONTROL, ConfigError, Problem, pasted, visible
 from ppctl.host.files import MOST_READ, append, open_regular, read_json, read_whole, write_atomically
 from ppctl.records.json_reader import finite, parse, read
 from ppctl.records.metrics_file import MetricsFile
@@ -271,7 +271,7 @@ class RunDir:
     def write_requeue_mark(self, start: str, why: str, exclude: Iterable[str] = ()) -> None:
         """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends:
         the batch script requeues if this file is there, and prints `why`, one line."""
-        self._write(f"requeue.{start}", f"{','.join(exclude)}\n{why}\n")
+        self._write(f"requeue.{start}", f"{','.join(exclude)}\n{visible(why, '')}\n")
 
     def has_requeue_mark(self, start: str) -> bool:
         """Whether somebody has said why this `start` ends."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _NodeDescGenerator
 
-from ppctl.agent.rendezvous import NodeRendezvous
+from ppctl.agent import rendezvous
+from ppctl.agent.rendezvous import CAME, NodeRendezvous
 from ppctl.errors import TrainingError
 
 
@@ -131,3 +135,44 @@ def test_an_agent_that_goes_calls_the_others_even_if_nobody_waits() -> None:
     first._state_holder.mark_dirty()
     first._state_holder.sync()
     assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (1, 1)
+
+
+def test_a_spare_that_still_imports_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job to which nobody else comes, a loss in its first seconds waits for the spare."""
+    monkeypatch.setattr(rendezvous, "_SINCE", time.monotonic())
+    store = HashStore()
+    store.add(CAME, 2)
+    first, second = agent(store, "0 node-0", spares=1), agent(store, "1 node-1", spares=1)
+    first.nobody_comes = True
+    meet(first, second)
+    monkeypatch.setattr(rendezvous, "LOST", 0.2)
+    second._stop_heartbeats()
+    holder = first._state_holder
+    holder._cache_duration = 0  # type: ignore[attr-defined]
+    del holder.state.participants[second._this_node], holder.state.last_heartbeats[second._this_node]
+    holder.mark_dirty()
+    holder.sync()
+    for _ in range(5):
+        assert first.num_nodes_waiting() == 1
+        time.sleep(0.1)
+    store.add(CAME, 1)  # the spare; and then it is lost as well
+    with pytest.raises(RendezvousTimeoutError):
+        for _ in range(5):
+            first.num_nodes_waiting()
+            time.sleep(0.1)
+
+
+def test_a_store_that_did_not_answer_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its late answer would be taken for that to another question."""
+    own, asked = agent(HashStore(), "0 node-0"), []
+
+    def fail(*words: str) -> None:
+        asked.append(words)
+        raise RuntimeError("Socket Timeout")
+
+    backend = own._state_holder._backend  # type: ignore[attr-defined]
+    monkeypatch.setattr(backend, "_store", SimpleNamespace(get=fail))
+    for _ in range(2):
+        with pytest.raises(RendezvousConnectionError):
+            backend.get_state()
+    assert len(asked) == 1

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from ppctl.agent import job, lives
 from ppctl.agent.node import NodeAgent
+from ppctl.agent.rendezvous import CAME
 from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.launch.outcome import GO_ON
+from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.rundir import RunDir
 
@@ -28,8 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def agent_of(run: RunDir, life: str = "") -> Any:
     told = fence.variables(life, run.path)[fence.LIFE] if life else ""
-    group = SimpleNamespace(group_rank=0)
-    return SimpleNamespace(run_dir=run, life=told, asked=0, get_worker_group=lambda: group)
+    return SimpleNamespace(run_dir=run, life=told, asked=0, in_slurm=True, in_pod=False)
 
 
 def requeued(
@@ -39,9 +45,13 @@ def requeued(
     jobs: list[str] = []
     monkeypatch.setattr(job.time, "sleep", lambda seconds: meanwhile())
     monkeypatch.setattr(job.slurm, "requeue", jobs.append)
-    job._requeue(agent, "a node is gone", ["node-1"])
-    mark = agent.run_dir.path / "requeue.7.0"
-    return (mark.read_text() if mark.exists() else None), jobs
+    job._requeue(agent.run_dir, agent, "a node is gone", ["node-1"])
+    return mark_of(agent.run_dir), jobs
+
+
+def mark_of(run: RunDir) -> str | None:
+    mark = run.path / "requeue.7.0"
+    return mark.read_text() if mark.exists() else None
 
 
 def test_before_the_first_life_and_without_a_script_the_agent_requeues(
@@ -137,3 +147,102 @@ def test_the_agent_that_has_the_store_ends_the_job_also_of_a_life_in_which_it_st
     assert fence.older(agent.life) is not None
     job._to_the_end(agent, "host", "1", [], serves=True)
     assert fence.older(agent.life) is None
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs that agents requeue; nobody waits."""
+    jobs: list[str] = []
+    monkeypatch.setattr(job.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(job.slurm, "requeue", jobs.append)
+    return jobs
+
+
+@pytest.mark.parametrize("code", ["PP-E656", "PP-E708"])
+def test_a_first_host_that_is_lost_before_this_one_has_an_agent_is_left_out(
+    run: RunDir, jobs: list[str], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = TrainingError(Problem(code, "no answer"))
+    assert job._failed(error, str(run.path), "node-0", None).exit_code == 1
+    assert (mark_of(run), jobs) == ("node-0\nno answer\n", ["7"])
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert job._failed(error, str(run.path), "node-0", None).exit_code == GO_ON  # in a pod
+
+
+def test_other_errors_and_hosts_by_hand_requeue_nothing(run: RunDir, jobs: list[str]) -> None:
+    job._failed(ConfigError(Problem("PP-E605", "the port is taken")), str(run.path), "node-0", None)
+    job._failed(TrainingError(Problem("PP-E708", "no answer")), "", "node-0", None)
+    assert (mark_of(run), jobs) == (None, [])
+
+
+def test_a_signal_that_waits_for_an_agent_says_that_somebody_ends_the_job(run: RunDir, jobs: list[str]) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, job.ASKS)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        job._requeue(run, None, "no answer", ["node-0"])
+        assert signal.sigwait({signal.SIGUSR1}) == signal.SIGUSR1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert (mark_of(run), jobs) == ("node-0\nno answer\n", [])
+
+
+def store_of(*hosts: str) -> SealedStore:
+    """The store of a job to which these hosts have come."""
+    store = SealedStore(HashStore(), b"secret", "start")
+    for number, name in enumerate(hosts, 1):
+        store.plain.add(CAME, 1)
+        store.set(f"{CAME}/{number}", name)
+    return store
+
+
+def no_meeting(agent: Any, begun: bool, here: list[str]) -> Any:
+    def run() -> None:
+        raise RendezvousTimeoutError
+
+    agent.run, agent.store = run, store_of("node-0", "node-2")
+    agent.rendezvous = SimpleNamespace(has_begun=begun, shrink="requeue", here=lambda: here)
+    return agent
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_nodes_that_do_not_come_and_nodes_that_are_lost_are_left_out(
+    run: RunDir, jobs: list[str], begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first life those that have never come: the others may have given up a moment before."""
+    monkeypatch.setenv("PPCTL_NODES", "node-0 node-1 node-2")
+    agent = no_meeting(agent_of(run), begun, ["node-0", "node-2"] if begun else [])
+    if begun:
+        job._to_the_end(agent, "node-0", "29500", [], serves=True)
+    else:
+        with pytest.raises(TrainingError, match="PP-E709"):
+            job._to_the_end(agent, "node-0", "29500", [], serves=True)
+    told = "node-1 has gone" if begun else "not all hosts of the run came in time"
+    assert (mark_of(run), jobs) == (f"node-1\n{told}\n", ["7"])
+
+
+def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(
+    run: RunDir, jobs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host is lost between two jobs of `launch.shrink=smaller`: the run's newest life is not `enter`'s."""
+    lives.begin(run, "j", 1, ["node-0", "node-1"], 3)
+    first, second = agent_of(run, "j.1"), agent_of(run)
+    second.rendezvous = SimpleNamespace(follow=lambda: None)
+    agents = iter([first, second])
+
+    def ends(agent: Any, *_: Any, **__: Any) -> None:
+        if agent is second:
+            raise TrainingError(Problem("PP-E656", "no answer"))
+
+    for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")
+    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "PPCTL_START"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(job.sys, "argv", ["job", "--submitted", str(run.path)])
+    monkeypatch.setattr(job, "_of_job", lambda path: ("00001", path, "node-0", "1", ""))
+    monkeypatch.setattr(job, "_join", lambda *_: (None, None, ["a"]))
+    monkeypatch.setattr(job, "_agent", lambda *_, **__: next(agents))
+    monkeypatch.setattr(job, "_anew", lambda *_, **__: (None, ["b"]))
+    monkeypatch.setattr(job, "_to_the_end", ends)
+    assert job.main() == 1
+    assert (mark_of(run), jobs) == ("node-0\nno answer\n", ["7"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ppctl.agent.smaller import plan_smaller
+from ppctl.agent.smaller import complete, plan_smaller
 from ppctl.errors import ConfigError
 from ppctl.launch.planning import planned
 from ppctl.runs.rundir import RunDir
@@ -45,3 +49,56 @@ def test_nothing_that_fits_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, "nodes=2", "tp=4", "pp=1")  # ranks that divide layers are on both
     with pytest.raises(ConfigError, match="nothing fits 1 of 2 nodes: at least 2 are needed"):
         plan_smaller(run, 1)
+
+
+class Died(BaseException):
+    pass
+
+
+CHANGES = [(RunDir, "_write"), (Path, "rename"), (Path, "unlink"), (Path, "mkdir"), (shutil, "copy2")]
+
+
+def die_before(change: int, patch: pytest.MonkeyPatch) -> None:
+    """The process dies before the change with this number to a file, counted from 1."""
+    done = count(1)
+
+    def dies(real: Any) -> Any:
+        def act(*arguments: Any, **more: Any) -> Any:
+            if next(done) == change:
+                raise Died
+            return real(*arguments, **more)
+
+        return act
+
+    for place, name in CHANGES:
+        patch.setattr(place, name, dies(getattr(place, name)))
+
+
+def test_whoever_dies_while_it_replaces_config_and_plan_leaves_a_run_that_fits(tmp_path: Path) -> None:
+    """The next start has all hosts, or those that were left, and its life is still the one that was begun before."""
+    nodes = []
+    for change in count(1):
+        run = run_of(tmp_path / str(change))
+        (run.path / "life").write_text("j.1")
+        died = False
+        with pytest.MonkeyPatch.context() as patch:
+            die_before(change, patch)
+            try:
+                plan_smaller(run, 2)
+            except Died:
+                died = True
+        complete(run)
+        config, plan = run.read_config(), run.read_plan()
+        assert config.launch.nodes is not None and plan.sizes.world == 2 * config.launch.nodes
+        assert (run.path / "life").read_text() == "j.1"
+        nodes.append(config.launch.nodes)
+        if not died:
+            break
+    assert len(nodes) > 6 and nodes == sorted(nodes, reverse=True) and {*nodes} == {2, 3}
+
+
+def test_a_plan_that_fits_is_left_as_it_is(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    before = os.stat(tmp_path / "plan.json")
+    complete(run)
+    assert os.stat(tmp_path / "plan.json") == before

@@ -242,7 +242,10 @@ def test_no_text_becomes_a_variable_or_yaml(capsys: pytest.CaptureFixture[str]) 
 def test_the_grace_follows_from_the_save(capsys: pytest.CaptureFixture[str]) -> None:
     composed, plan, _ = planned([*CPU])
     launch = Launch(composed.config, plan, "")
-    job, measured = KubernetesJob(launch, "1", "live"), KubernetesJob(launch, "1", "live", save=100.0)
+    job, measured = (
+        KubernetesJob(launch, "1", "live"),
+        KubernetesJob(launch, "1", "live", [{"step": 1, "save_s": 100.0}]),
+    )
     assert 60 + 10 < job.grace < 60 + 10 + 5  # a tiny model's
     assert measured.grace == job.grace + 2 * 100
     composed.config.launch.kubernetes.grace = 30

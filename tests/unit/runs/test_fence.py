@@ -13,7 +13,7 @@ from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts
 from ppctl.errors import PpctlError, TrainingError
 from ppctl.runs import checkpoint_folder, fence
 from ppctl.runs.checkpoint_folder import StepBack
-from ppctl.runs.run_starts import begin_start, set_aside
+from ppctl.runs.run_starts import begin_start
 from ppctl.runs.rundir import RunDir
 
 
@@ -52,9 +52,7 @@ def test_it_is_refused_once_a_later_start_has_begun(run: RunDir, what: str, late
     if later == "by an agent":
         begin_start(run, "job.2")
     else:
-        for name in ("plan.json", "config.yaml", "env.json"):
-            (run.path / name).write_text("{}")
-        set_aside(run)
+        (run.path / "life").unlink()  # as `launch.run_directory.go_on` does
     fence._looked -= fence._LEASE  # it stood still meanwhile
     before = files(run)
     with pytest.raises(TrainingError, match=r"start job\.1 is over") as refused:

@@ -1,0 +1,112 @@
+"""The batch script on nodes that are sick, hang or are lost: run by bash, with SLURM's commands made up."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ppctl.config.compose import compose
+from ppctl.launch.script import SlurmJob, render
+
+NODES = ("n1", "n2", "n3")
+SRUN = """#!/bin/bash
+# Runs a command once for each node, side by side, as srun does; its own options go.
+while [[ $1 == -* ]]; do echo "$1" >>"$CALLS/srun"; shift; done
+for node in n1 n2 n3; do SLURMD_NODENAME=$node "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit "${code:-0}"
+"""
+SCONTROL = """#!/bin/bash
+echo "$*" >>"$CALLS/scontrol"
+case "$*" in
+"show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
+"show config") echo "TaskPlugin              = $TASK_PLUGIN" ;;
+*"show job"*) echo "JobId=7 ExcNodeList=(null)" ;;
+esac
+"""
+PYTHON = """#!/bin/bash
+case "$2" in
+ppctl.launch.enter) eval "$ENTER" ;;
+*) echo "$2 with $PPCTL_NODES" >>"$CALLS/python" ;;
+esac
+"""
+
+
+class Job:
+    """A script that has ended: its exit code, its log, and which commands it has called."""
+
+    def __init__(self, at: Path, enter: str, *overrides: str, task_plugin: str = "task/none") -> None:
+        programs = at / "bin"
+        programs.mkdir()
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        config = compose(["+recipe=quickstart", "launch.device=cpu", "launch.start_limit=3s", *overrides]).config
+        script = render(SlurmJob(config, str(at), len(NODES), 1, "ppctl submit", str(programs / "python"), "live"))
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+        variables |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(at), "ENTER": enter}
+        done = subprocess.run(
+            ["bash", "-c", script],
+            env=variables | {"TASK_PLUGIN": task_plugin},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        self.at, self.code, self.log = at, done.returncode, done.stdout + done.stderr
+
+    def calls(self, name: str) -> str:
+        file = self.at / name
+        return file.read_text() if file.exists() else ""
+
+    @property
+    def without(self) -> str | None:
+        """The nodes without which the job is requeued; None if it is not."""
+        found = re.findall("ExcNodeList=(.*)", self.calls("scontrol"))
+        return found[0] if "requeue 7" in self.calls("scontrol") else None
+
+
+WELL = "echo $SLURMD_NODENAME"
+HANGS = f"[ $SLURMD_NODENAME != n2 ] || exec sleep 50; {WELL}"
+REFUSES = "[ $SLURMD_NODENAME != n2 ] || { echo 'error PP-E623: it does not see the run'; exit 2; }; " + WELL
+
+
+@pytest.mark.parametrize(
+    ("enter", "code", "without", "said"),
+    [
+        (HANGS, 0, "n2", "PP-E622"),
+        (f"[ $SLURMD_NODENAME != n2 ] || exit 1; {WELL}", 0, "n2", "PP-E622"),
+        ("exit 127", 2, None, "PP-E622"),
+        (REFUSES, 2, None, "error PP-E623: it does not see the run"),
+        (WELL, 0, None, ""),
+    ],
+    ids=["hangs", "is silent", "starts nowhere", "is refused", "well"],
+)
+def test_a_node_that_does_not_enter_is_left_out(
+    tmp_path: Path, enter: str, code: int, without: str | None, said: str
+) -> None:
+    job = Job(tmp_path, enter)
+    assert (job.code, job.without) == (code, without), job.log
+    assert said in job.log
+    assert ("ppctl.agent with n1 n2 n3" in job.calls("python")) == (enter == WELL)
+
+
+@pytest.mark.parametrize("check", ["false", "exec sleep 50"])
+def test_a_node_whose_check_fails_or_does_not_end_is_left_out(tmp_path: Path, check: str) -> None:
+    job = Job(tmp_path, WELL, f"launch.health_check=[ $SLURMD_NODENAME != n3 ] || {check}")
+    assert (job.code, job.without) == (0, "n3"), job.log
+    assert "PP-E625: the health check failed on n3" in job.log and not job.calls("python")
+
+
+def test_requeues_are_bounded(tmp_path: Path) -> None:
+    job = Job(tmp_path, HANGS, "launch.max_requeues=0")
+    assert (job.code, job.without) == (2, None) and "PP-E626" in job.log
+
+
+@pytest.mark.parametrize(("plugin", "binds"), [("task/none", False), ("task/cgroup,task/affinity", True)])
+def test_srun_is_told_to_bind_nothing_where_it_would(tmp_path: Path, plugin: str, binds: bool) -> None:
+    job = Job(tmp_path, WELL, task_plugin=plugin)
+    assert ("--cpu-bind=none" in job.calls("srun")) == binds, job.log
