@@ -61,7 +61,7 @@ __all__ = ["__version__", *sorted(_HOME_OF)]
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from its home."""
+    """A public name, imported from its module."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

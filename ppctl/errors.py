@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """The place of a problem that lies in many places: the first ones, and how many more there are."""
+    """The text of a problem's many places: the first ones, and how many more there are."""
     return "\n".join([*names[:most], f"and {len(names) - most} more"] if len(names) > most else names)
 
 
@@ -36,12 +36,12 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 
 
 _LONGEST = 2**13
-"""Characters of a message: a value of a file, which it repeats, may have megabytes."""
+"""The most characters of a message: it may repeat a file's value of megabytes."""
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
     """`text` with its control characters, but those in `keep`, as escapes such as \\x1b."""
-    # From DEL on as JSON writes them: it leaves DEL as it is, and an object that is printed has to stay JSON.
+    # From DEL on as JSON escapes: JSON leaves DEL as it is, and a printed object must stay JSON.
     return CONTROL.sub(lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), text)
 
 
@@ -50,7 +50,7 @@ def _escape(number: int) -> str:
 
 
 def pasted(*words: object) -> str:
-    """Words of a remedy as a shell takes them, also those with blanks, quotes and control characters: one line."""
+    """Words of a remedy quoted for a shell, also with blanks, quotes and control characters, in one line."""
     return " ".join(map(_quoted, map(str, words)))
 
 
@@ -66,7 +66,7 @@ def _octal(letter: str) -> str:
 
 
 def remedy_lines(remedy: str) -> list[str]:
-    """The lines of a remedy as a problem's text has them: one way out in each, the best first."""
+    """The lines of a remedy in a problem's text: one alternative per line, the best first."""
     return [f"  {'or' if number else 'try':>3}: {way}" for number, way in enumerate(remedy.splitlines())]
 
 

@@ -25,7 +25,7 @@ class VisibleBlock(NamedTuple):
     queries: slice
     keys: slice
     causal: bool = False
-    """Whether queries and keys are the same tokens, and each sees those up to itself; else each sees every key."""
+    """Whether queries and keys are the same tokens, and each query sees keys up to itself; else each sees every key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class Halves:
 
     @property
     def positions(self) -> tuple[range, range]:
-        """Positions of its tokens in the whole sequence."""
+        """Positions of the rank's tokens in the whole sequence."""
         first, second = self.rank * self.chunk, (2 * self.ranks - 1 - self.rank) * self.chunk
         return range(first, first + self.chunk), range(second, second + self.chunk)
 
 
 def chunk_owners(ranks: int) -> list[tuple[int, int]]:
-    """(rank, which half) of every chunk, in the sequence's order."""
+    """(rank, which half) that has each chunk, in the sequence's order."""
     return [*((rank, 0) for rank in range(ranks)), *((rank, 1) for rank in reversed(range(ranks)))]
 
 
 def own_lengths(lengths: Lengths, own: Halves, *, apart: bool = False) -> Lengths:
-    """The documents of a rank's tokens. One that has tokens in both halves has none missing between them on this rank,
-    and so is one document here as well, unless the halves are looked at `apart`."""
+    """The lengths of the documents among a rank's tokens. A document with tokens in both halves, which are neighbours
+    on this rank, counts as one, unless the halves are taken `apart`."""
     return tuple(tuple(_own_row(row, own, apart)) for row in lengths)
 
 
@@ -80,11 +80,11 @@ def own_blocks(lengths: Lengths) -> tuple[VisibleBlock, ...]:
 
 @lru_cache(1024)
 def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[VisibleBlock, ...]:
-    """Blocks in which a rank's queries see the keys of another rank: of each row one, or none.
+    """Blocks in which a rank's queries see the keys of another rank: one or none for each row.
 
-    Keys are of an earlier chunk than the queries, so that only the document over the end of the keys' last visible
-    chunk counts: its queries are the first, its keys the last of what is visible. From an earlier rank that is its
-    first half, for all queries; from a later one both halves, for the second half of the queries.
+    Keys are of earlier chunks than the queries, so only the document over the end of the last visible chunk counts: its
+    queries are the first, its keys the last visible ones. Visible are, of an earlier rank, its first half, for all
+    queries; of a later rank both halves, for the second half of the queries.
     """
     later, theirs = source > own.rank, Halves(source, own.ranks, own.length).positions
     queries, keys = own.positions[later:], theirs[: 1 + later]
@@ -123,7 +123,7 @@ def _blocks(rows: Iterable[list[tuple[int, int, int, int]]]) -> Iterator[Visible
 
 
 def _runs(rows: Sequence[T]) -> Iterator[tuple[int, int, T]]:
-    """(first, after the last, what they are) of each run of equal rows: one block serves all of them."""
+    """(first, after the last, the row) of each run of equal rows, which share one block."""
     first = 0
     for same, run in groupby(rows):
         last = first + len(list(run))

@@ -2,10 +2,10 @@
 
 No other module does arithmetic on global ranks across axes.
 
-One world has two views that share the pp axis: the dense one (tp, cp, dp, pp) and the expert one (etp, ep, edp, pp),
+One world has two views that share the pp axis: the dense view (tp, cp, dp, pp) and the expert view (etp, ep, edp, pp),
 with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis of an order fastest. One order makes both views,
-as in Megatron's RankGenerator: the dense one leaves ep out; the expert one leaves cp out, and has etp and edp in the
-places of tp and dp.
+as in Megatron's RankGenerator: the dense view leaves ep out; the expert view leaves cp out, and has etp and edp in
+place of tp and dp.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ORDER = "tp-cp-ep-dp-pp"
 """Megatron's default: tensor-parallel ranks are neighbours, pipelines are as far apart as they can be."""
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
-"""Elements that a data-parallel group sends at once, unless one tensor has more: this bounds the copies."""
+"""Elements that a data-parallel group sends together, unless one tensor has more: this bounds the copies."""
 
 
 def axes_of(order: str) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def axes_of(order: str) -> tuple[str, ...]:
 
 @cache
 def views(order: str = ORDER) -> dict[str, tuple[str, ...]]:
-    """The axes of the `dense` and of the `expert` view, fastest first. Raises ValueError for what is no order."""
+    """The axes of the `dense` and of the `expert` view, fastest first. Raises ValueError for an invalid order."""
     axes, names = axes_of(order), {"tp": "etp", "dp": "edp"}
     return {
         "dense": tuple(axis for axis in axes if axis != "ep"),
@@ -46,7 +46,7 @@ def views(order: str = ORDER) -> dict[str, tuple[str, ...]]:
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
     """How many ranks there are and how each axis divides them. Raises ConfigError unless they make up the world, and
-    ValueError for what is no order."""
+    ValueError for an invalid order."""
 
     world: int
     pp: int = 1
@@ -88,15 +88,15 @@ class ParallelSizes:
         return getattr(self, axis) > 1 and self.nodes_along(axis, ranks_per_node) != 1
 
     def nodes_along(self, axis: str, ranks_per_node: int) -> int | None:
-        """On how many nodes each group along an axis lies, with equally many neighbours on each; None where groups lie
-        in different ways."""
+        """How many nodes each group along `axis` spans, if groups have equally many ranks on each node; else None."""
         size, stride = getattr(self, axis), self.stride(axis)
-        run = stride * size  # neighbours in which groups lie: a node's end within such a run is one within a group, too
-        if self.world <= ranks_per_node or ranks_per_node % run == 0:
+        # consecutive ranks that hold whole groups: a node boundary inside them also divides a group
+        block = stride * size
+        if self.world <= ranks_per_node or ranks_per_node % block == 0:
             return 1
         if stride >= ranks_per_node:
             return int(size)
-        return run // ranks_per_node if run % ranks_per_node == 0 and ranks_per_node % stride == 0 else None
+        return block // ranks_per_node if block % ranks_per_node == 0 and ranks_per_node % stride == 0 else None
 
     @property
     def pipeline_strides(self) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """Where every global rank stands, in both views."""
+    """The position of every global rank, in both views."""
 
     sizes: ParallelSizes
 
@@ -131,7 +131,7 @@ class RankGrid:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups along an axis, or along several of one view, sorted by their first rank. Each is in rank order,
-        which is that of its axis."""
+        the order of its axis."""
         steps = [(self.sizes.stride(axis), getattr(self.sizes, axis)) for axis in axes]
         places = product(*(range(0, stride * size, stride) for stride, size in steps))
         offsets = sorted(map(sum, places))
@@ -151,11 +151,11 @@ class RankGrid:
 def axes_with_groups(sizes: ParallelSizes, *, experts: bool) -> list[str]:
     """The axes along which every rank of a run has a group, in the order in which all ranks make them.
 
-    `cp-dp` is along both. `experts`: whether the model has any. pp and dp are there at any size.
+    `cp-dp` is along both. `experts`: whether the model has experts. pp and dp are included at any size.
     """
-    wide = [axis for axis in ("tp", "cp", *("ep", "etp") * experts) if getattr(sizes, axis) > 1]
-    experts_apart = experts and bool(wide)
-    return ["pp", "dp", *wide, *["cp-dp"] * (sizes.cp > 1), *["edp"] * experts_apart]
+    divided = [axis for axis in ("tp", "cp", *("ep", "etp") * experts) if getattr(sizes, axis) > 1]
+    experts_apart = experts and bool(divided)
+    return ["pp", "dp", *divided, *["cp-dp"] * (sizes.cp > 1), *["edp"] * experts_apart]
 
 
 def levels(ranks: Sequence[int], inner: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -1,8 +1,8 @@
 """Checkpoints by canonical global name: atomic, verified, and readable in any cut of the model.
 
-boxes              which part of a tensor; tensor_parts: who holds and who writes it; shards: its values
+boxes              parts of a tensor; tensor_parts: which ranks hold and write a part; shards: its values
 manifest           what is in all files; run_state: what a checkpoint has beside tensors
-saver              the order of a save, at once or beside training (decision 50)
+saver              the order of a save, while training waits or beside it (decision 50)
 disk               its work on the disk, without torch; writer: the process of a node that does it
 local_copy         copies in memory that outlive the process (decision 51); local_copies: on all hosts
 reading            loading, one tensor at a time; chunks: each proved before it is used; arrays: without torch

@@ -20,7 +20,7 @@ from ppctl.checkpoint.manifest import Manifest, TensorRecord
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order, text_of
 
 _BLOCK = 2**22
-"""Elements that are compared at once."""
+"""Elements that are compared at a time."""
 
 
 class ArrayReader(ChunkReader):
@@ -41,13 +41,13 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """The difference of a tensor that two checkpoints have, and that is not equal to the bit in both."""
+    """The difference of a tensor that both checkpoints have, with unequal bits."""
 
     name: str
     kinds: tuple[str, str]
     """The dtype and shape in each checkpoint, such as `float32[4, 8]`. If shapes differ, the other fields are empty."""
     different: int = 0
-    """Elements, of `elements`."""
+    """The number of elements that differ, out of `elements`."""
     elements: int = 0
     at: tuple[int, ...] = ()
     """The first element that differs, and its values in both checkpoints."""
@@ -70,7 +70,7 @@ class CheckpointDifferences:
     """The names of tensors that only the second checkpoint has."""
     different: list[TensorDifference]
     equal: int
-    """The number of tensors that are equal to the bit."""
+    """The number of tensors with equal bits."""
 
     @property
     def same(self) -> bool:
@@ -79,7 +79,7 @@ class CheckpointDifferences:
 
 
 def bytes_to_compare(first: Manifest, second: Manifest) -> int:
-    """Return how many bytes of values of the first checkpoint `compare` reads."""
+    """Return how many bytes of the first checkpoint's values `compare` reads."""
     names = first.tensors.keys() & second.tensors.keys()
     unlike = [first.tensors[name] for name in names if not _alike(first.tensors[name], second.tensors[name])]
     return sum(math.prod(record.shape) * DTYPES[record.dtype][1] for record in unlike)
@@ -90,9 +90,9 @@ def compare(
 ) -> CheckpointDifferences:
     """Compare all tensors of two checkpoints of any cut.
 
-    Tensors with the same digests of the same boxes are equal without being read; of others a block of both at a time is
-    in memory. `progress` takes bytes of the first as they are done. Raises CheckpointError (PP-E503) if values are
-    not what was saved.
+    Tensors with the same digests of the same boxes are equal without being read; other tensors are read in blocks.
+    `progress` is called with the number of the first checkpoint's bytes in each block. Raises CheckpointError (PP-E503)
+    if values are not what was saved.
     """
     ours, theirs = first.manifest.tensors, second.manifest.tensors
     different = []
@@ -141,7 +141,7 @@ def _difference(
 
 
 def unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where two arrays differ: to the bit, or as numbers if their dtypes differ."""
+    """Return where two arrays differ: in their bits, or as numbers if their dtypes differ."""
     if a.dtype != b.dtype:
         return np.asarray(a.astype(np.float64) != b.astype(np.float64))
     bits = np.dtype(f"u{a.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Boxes: parts of a tensor with a range on each dim, which ranks hold, files store and loads ask for."""
+"""Boxes: parts of a tensor with a range on each dim. Ranks hold boxes, files store them, loads ask for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Shape = tuple[int, ...]
 _MOST_DIVIDED = 6
-"""Dims on which the parts of a tensor may differ: each doubles the corners of a part."""
+"""The most dims on which the parts of a tensor may differ: each doubles the corners of a part."""
 
 
 class Box(NamedTuple):
@@ -41,20 +41,20 @@ class Box(NamedTuple):
         return tuple(slice(begin - zero, end - zero) for begin, end, zero in pairs)
 
     def moved(self, by: Shape) -> Box:
-        """The box as seen in a tensor in which this one's begins at `by`."""
+        """Return this box as seen in a larger tensor that has this box's tensor at `by`."""
         return Box(tuple(begin + step for begin, step in zip(self.offset, by, strict=True)), self.shape)
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """Return the elements that two boxes of one tensor share; None if none. Two boxes of one number share it."""
+    """Return the box of the elements that two boxes of one tensor share; None if there are none."""
     offset = tuple(map(max, one.offset, other.offset))
     shape = tuple(end - begin for begin, end in zip(offset, map(min, one.end, other.end), strict=True))
     return Box(offset, shape) if all(extent > 0 for extent in shape) else None
 
 
 def boxes_of_run(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The elements `start` to `stop` of a tensor read flat (row-major), as contiguous boxes in that order; of a matrix
-    at most three: the end of a row, whole rows, the beginning of one."""
+    """Yield the elements `start` to `stop` of a tensor read flat (row-major), as contiguous boxes in order. A matrix
+    gives at most three: the end of a row, whole rows, the beginning of a row."""
     if start >= stop:
         return
     if not shape or (start, stop) == (0, prod(shape)):
@@ -79,7 +79,7 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
-    """Why the boxes do not make up a tensor of this shape, each element once; empty if they do."""
+    """Return why the boxes do not cover each element of a tensor of this shape exactly once; empty if they do."""
     in_order = tuple(sorted(boxes))
     if any({len(box.offset), len(box.shape)} != {len(shape)} for box in in_order):
         return f"its parts have other dims than {list(shape)}"
@@ -88,11 +88,10 @@ def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
 
 @lru_cache(maxsize=1024)
 def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
-    """Return the fault of sorted boxes; cached, because all layers of a model and their moments are divided in a few
-    ways.
+    """Return the fault of sorted boxes; cached, because a model's layers and their moments share a few divisions.
 
-    By their corners, of which neighbours have opposite signs: those of boxes that neither overlap nor leave anything
-    out add up to those of the whole. Boxes are not compared in pairs, of which a file may have too many.
+    Corners get signs, opposite for neighbours. If boxes neither overlap nor leave anything out, their signed corners
+    add up to those of the whole tensor. Comparing boxes in pairs would take too long.
     """
     for box in boxes:
         if any(end > extent for end, extent in zip(box.end, shape, strict=True)) or min((0, *box.offset)) < 0:

@@ -19,33 +19,33 @@ _Slices = tuple[slice, ...]
 
 
 class ChunkPiece(NamedTuple):
-    """A part of a wanted box: values[taken] of a contiguous array of `shape` belong at `place` of the box."""
+    """A part of a wanted box: `data[taken]`, `data` being a contiguous array of `shape`. It belongs at box[place]."""
 
     data: memoryview
-    """The array's bytes; they are overwritten by the next chunk."""
+    """The array's bytes, overwritten by the next chunk."""
     shape: Shape
     taken: _Slices
     place: _Slices
 
 
 class ChunkReader:
-    """Reads chunks of one checkpoint, holding one of them."""
+    """Reads the chunks of one checkpoint, with one chunk in memory."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._chunk = bytearray(0)
 
     def pieces(self, name: str, wanted: Box) -> Iterator[ChunkPiece]:
-        """Yield all pieces of the box `wanted` of a tensor. Raises CheckpointError (PP-E503) if the bytes are not those
-        that were saved, and OSError."""
+        """Yield all pieces of the box `wanted` of a tensor. Raises CheckpointError (PP-E503) for other than the saved
+        bytes, and OSError."""
         record = self.manifest.tensors[name]
         for shard in record.shards:
             if common(shard.box, wanted) is not None:
                 yield from self._pieces(name, shard, DTYPES[record.dtype][1], wanted)
 
     def _pieces(self, name: str, shard: ShardRecord, width: int, wanted: Box) -> Iterator[ChunkPiece]:
-        """The parts of the box `wanted` in one shard, chunk by chunk; a chunk's digest is checked before any of it is
-        given. `width` is the bytes of an element."""
+        """Yield the parts of the box `wanted` in one shard, checking each chunk's digest first. `width` is the bytes of
+        an element. Raises CheckpointError (PP-E503)."""
         first = shard.bytes[0]
         with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
@@ -63,8 +63,7 @@ class ChunkReader:
                         yield ChunkPiece(values, box.shape, shared.within(box.offset), shared.within(wanted.offset))
 
     def faults(self, name: str, shard: ShardRecord) -> Iterator[tuple[int, str]]:
-        """Read every chunk of a shard of the tensor `name`; yield its size and what is wrong with it, or nothing.
-        Raises OSError."""
+        """Read a shard's chunks of the tensor `name`; yield (size, what is wrong with it or ""). Raises OSError."""
         with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
                 same = self._checked(stream.fileno(), begin, end, digest) is not None
@@ -76,5 +75,5 @@ class ChunkReader:
             self._chunk = bytearray(min(CHUNK, max(end - begin, 2 * len(self._chunk))))
         data = rest = memoryview(self._chunk)[: end - begin]
         while rest and (count := os.preadv(descriptor, [rest], begin)):
-            rest, begin = rest[count:], begin + count  # what is after the file's end is found by the digest
+            rest, begin = rest[count:], begin + count  # a file that is too short is found by the digest
         return data if xxh3_128(data).hexdigest() == digest else None

@@ -1,7 +1,7 @@
-"""The work of a save on the disk: a rank's file, and for rank 0 who writes what, the manifest and the commit.
+"""The work of a save on the disk: each rank's file; on rank 0 also the choice of writers, the manifest and the commit.
 
-Functions of plain values, without torch: the writer of a node (`writer`) runs them for its ranks, or a rank does
-itself. Their annotations say what travels to the writer.
+Functions of plain values, without torch: the writer of a node (`writer`) runs them for its ranks, or a rank runs them
+itself. Their annotations say how arguments and results are encoded on the way to the writer.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from ppctl.runs import checkpoint_folder, fence
 from ppctl.runs.checkpoint_folder import MANIFEST, STATE, discard, prepare, retain
 
 WORK = "prepare", "choose", "write", "commit", "retain", "discard"
-"""The functions that a writer runs for its ranks, in the order of a save: of this file and of `checkpoint_folder`."""
+"""The functions of this file and of `checkpoint_folder` that a writer runs for its ranks, in the order of a save."""
 
 __all__ = ["WORK", "discard", "prepare", "retain"]
 
 
 class WrittenParts(NamedTuple):
-    """The file that a rank has written, and digests of its parts. Bare numbers and texts, because rank 0 reads the
-    parts of all ranks."""
+    """The file that a rank has written, and digests of the rank's parts. Plain values: rank 0 reads all ranks'."""
 
     file: tuple[int, int, str] | None
-    """Size, bytes of the header and their digest; None if the rank writes nothing."""
+    """The file's size, the bytes of its header and their digest; None if the rank writes nothing."""
     begins: list[int]
-    """Where in the file each of its own parts begins, in the order of its parts."""
+    """The offset in the file of each part that the rank writes, in the order of its parts."""
     digests: list[str]
-    """The chunks' digests of all parts that it holds, with blanks between."""
+    """The digests of the chunks of all parts that the rank holds, with blanks between."""
 
 
 # On rank 0
@@ -67,8 +66,8 @@ def _writers(all_parts: tuple[bytes, ...]) -> Writers:
 
 
 def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequence[bytes], state: bytes) -> Path:
-    """Compare the copies, seal what all ranks have written and give it its name; returns the checkpoint's path. If an
-    earlier call was killed, this one goes on where that one stopped."""
+    """Compare copies, write the manifest and give the checkpoint its name; returns its path. Goes on where an earlier
+    call was killed. Raises CheckpointError and OSError."""
     temporary = checkpoint_folder.temporary_path(directory, step)
     path = checkpoint_folder.step_path(directory, step)
     writers = _writers(tuple(all_parts))
@@ -109,7 +108,7 @@ def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) ->
 
 
 def seal(path: Path, manifest: Manifest, state: bytes) -> None:
-    """Write and sync state and manifest, once every file is seen from here with all its bytes."""
+    """Write and sync state and manifest. Raises CheckpointError (PP-E508) if this host misses bytes of a file."""
     files = manifest.files.items()
     unseen = [name for name, one in files if not (path / name).is_file() or (path / name).stat().st_size != one.bytes]
     if unseen:
@@ -129,10 +128,9 @@ def _with_state(manifest: Manifest, state: bytes) -> Manifest:
 
 
 def write(rank: int, directory: Path, parts: Sequence[TensorPart], own: bytes, values: Values) -> bytes:
-    """Write the parts of which `own` is 1 and bring them to the disk, and read the others for their digests. Returns
-    the packed WrittenParts."""
+    """Write and sync the parts whose `own` is 1; read the others for their digests. Returns the packed WrittenParts."""
     mine = [number for number, one in enumerate(own) if one]
-    # The widest elements first: all of them then lie at multiples of their size.
+    # The widest elements first: then every element lies at a multiple of its size.
     mine.sort(key=lambda number: -DTYPES[parts[number].dtype][1])
     record, records = None, dict[int, ShardRecord]()
     if mine:
@@ -154,11 +152,11 @@ def file_name(rank: int) -> str:
 def write_file(
     path: Path, parts: Sequence[TensorPart], values: Iterable[memoryview]
 ) -> tuple[FileRecord, list[ShardRecord]]:
-    """Write a new safetensors file and bring it to the disk; returns its record, and where each part is in it.
+    """Write and sync a new safetensors file; returns its record, and where each part is in it.
 
-    `values` are the bytes of each part, asked for one after the other. Digests are those of the bytes in memory: what a
-    disk or a network loses on the way is found by them. Raises OSError, also if the file exists: what a writer of an
-    earlier start still does never mixes with this. Raises ValueError if values are not as long as their part says.
+    `values` yields the bytes of each part. Digests are of the bytes in memory, and so show what a disk or a network
+    loses on the way. Raises OSError, also if the file exists: a writer of an earlier start may still be writing it.
+    Raises ValueError if values are not as long as their part says.
     """
     header, begins = header_of(parts, ppctl=str(FORMAT))
     shards = []
@@ -195,7 +193,7 @@ def header_of(parts: Sequence[TensorPart], *, aligned: int = 8, **metadata: str)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
-    """A kernel may take less than all of it at once."""
+    """Write all of `data`: the kernel may take less in one call."""
     while data:
         data = data[os.write(descriptor, data) :]
 

@@ -1,6 +1,5 @@
-"""Copies in memory of all ranks of a job: how a start finds them and sends them to the ranks that need them.
-
-They travel over the process group of the saves beside training.
+"""Copies in memory of all ranks of a job: a start finds them and sends them to the ranks that need them, over the
+process group of the saves beside training.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ _PIECE = 2**28
 
 
 class CopiesAtStart(NamedTuple):
-    """All ranks' copies, as every rank knows them after all have looked."""
+    """All ranks' copies, as every rank knows them after the ranks have exchanged what they found."""
 
     start: str
     """A number of this start."""
     hosts: list[list[int]]
     keepers: list[int]
-    """For each rank, who keeps its copy on a neighbouring host; empty without replicas."""
+    """For each rank, the rank that keeps its copy on a neighbouring host; empty without replicas."""
     sizes: list[int]
     """Bytes of each rank's copy."""
     chosen: Chosen | None
     note: str
-    """Why copies that are there are not chosen."""
+    """Why no copies are chosen although there are some; else empty."""
     other: int
-    """Their step if they are all of another cut or optimizer; else 0."""
+    """The latest step of the copies if all are of another cut or optimizer; else 0."""
 
 
 class LocalCopies:
     """This rank's copies, of a run whose ranks' copies lie in `directory` of their hosts. Made by all ranks together.
 
     With `replicas` of 1 each copy goes to a neighbouring host as well. Nothing is deleted before the start is sure to
-    go on: one that is refused leaves what lies there to the next. Raises CheckpointError on all ranks: PP-E544 if
-    there is no neighbour, PP-E505.
+    go on: a start that is refused leaves the copies to the next. Raises CheckpointError on all ranks (PP-E544,
+    PP-E505).
     """
 
     def __init__(
@@ -82,15 +81,15 @@ class LocalCopies:
         )
 
     def clear(self, *, but_chosen: bool) -> None:
-        """Delete what is of no use, before room is made where it lies: what ranks left that are on other hosts now,
-        copies of other steps, and with `but_chosen` False all."""
+        """Delete copies of other steps, and of ranks that are on other hosts now, so that their memory is free; with
+        `but_chosen` False all copies."""
         chosen, kept = self.survey.chosen, set[str]()
         if but_chosen and chosen is not None:
             kept = local_copy.files_of(self.directory, chosen.step, chosen.start)
         self._sweep(kept)
 
     def _sweep(self, names: set[str]) -> None:
-        """Delete what lies on this host but these files and the values that its ranks write into."""
+        """Delete all copies on this host except these files and the values that its ranks write into."""
         with suppress(OSError):
             local_copy.sweep(self.directory, names | {copy.values.name for copy in self._rooms()})
 
@@ -102,11 +101,11 @@ class LocalCopies:
 
     def load(self, memory: HostMemory) -> LocalRecord | None:
         """Bring the chosen copies into the memory of their ranks. Returns the record, or None on all ranks if the
-        values of one copy do not fit its record. A collective. Raises CheckpointError."""
+        values of a copy do not fit its record. A collective. Raises CheckpointError."""
         chosen, me = self.survey.chosen, self.ranks.rank
         assert chosen is not None
         source, kept = chosen.sources[me]
-        wanted = [to for to, (of, _) in enumerate(chosen.sources) if of == me and (to != me or kept)]
+        wanted = [to for to, (source_rank, _) in enumerate(chosen.sources) if source_rank == me and (to != me or kept)]
 
         asked: dict[int, tuple[bytes, Tensor]] = {}
 
@@ -116,7 +115,7 @@ class LocalCopies:
                 asked[to] = copy.text(), _tensor(memoryview(copy.mapped()))
 
         what, values = "read copies in memory", _tensor(memory.bytes)
-        # All have what they send before the first message: nobody waits for one who has failed.
+        # All ranks have what they send before the first message: none waits for a rank that has failed.
         self.ranks.agree(what, read, lambda _: None)
         sent = [each for to, (text, data) in asked.items() if to != me for each in _send(to, text, data, self.ranks)]
         if source != me:
@@ -141,19 +140,19 @@ class LocalCopies:
         return record if self.ranks.agree(what, take, all, each=bool, result=bool) else None
 
     def settle(self, used: HostMemory | None) -> None:
-        """Training begins, from what lies in the memory `used` or from the disk: what is of no use any more gives its
-        memory back, there is room for a neighbour's copy, and one where the copies are used. A collective. Raises
-        CheckpointError (PP-E511) if there is no room."""
+        """Prepare for training, which begins from the values in the memory `used`, or from the disk: free the memory of
+        copies that are not needed, make room for a neighbour's copy, and exchange the copies that are used. A
+        collective. Raises CheckpointError (PP-E511) if there is no room."""
         records = {copy.record.name for copy in self._rooms()} if used is not None else set()
         self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)
         if not self.replicas:
             return
         whole = self.ranks.agree("make room for a neighbour's copy", self._make_room, all, each=bool, result=bool)
-        if used is not None and not whole:  # another host may be lost before the next copy
+        if used is not None and not whole:  # the next host may be lost before the next save
             self._exchange(self.own.text(), used.bytes)
 
     def _make_room(self) -> bool:
-        """Map the memory for a neighbour's copy; returns whether it has that copy already."""
+        """Map memory for a neighbour's copy; returns whether the copy is there. Raises CheckpointError (PP-E511)."""
         assert self._kept_of is not None
         size = self.survey.sizes[self._kept_of]
         try:
@@ -166,21 +165,21 @@ class LocalCopies:
         return self._kept.record.exists()
 
     def copy(self, step: int, parts: Sequence[TensorPart], state: bytes, memory: memoryview) -> None:
-        """This rank's own copy is of `step` and whole; with replicas, a collective that exchanges it with neighbours.
-        Without room for a record there is no copy: ranks compare what they have at a start."""
+        """Record that this rank's copy is whole and of `step`; with replicas, exchange it with neighbours (a
+        collective). Without room for a record there is no copy: ranks compare what they have at a start."""
         text = b""
         with suppress(OSError):
             text = local_copy.record_text(step, self.ranks.size, self.survey.start, parts, state, memory)
             self.own.keep(text)
         if not self.replicas:
             return
-        # Before all have theirs, neighbours keep the copy before: together they are whole at any moment.
+        # Until all ranks have recorded their copy, neighbours keep the previous one: a whole set exists at any moment.
         if not self.ranks.agree("copy to a neighbour's host", lambda: bool(text), all, each=bool, result=bool):
             return
         self._exchange(text, memory)
 
     def forget(self) -> None:
-        """Delete this rank's copies, its own and its neighbour's: of a state that the run gives up."""
+        """Delete this rank's copies, its own and its neighbour's, because the run gives up their state."""
         self.own.forget()
         if self.replicas:
             self._kept.forget()
@@ -201,7 +200,7 @@ def _tensor(memory: memoryview) -> Tensor:
 
 
 def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tuple[dist.Work, Tensor]]:
-    """Start to send a copy. What is returned holds what is sent until it has been waited for."""
+    """Start to send a copy. Returns (message, its tensor, which must live until the message has been waited for)."""
     messages = [
         torch.tensor([len(text)], device="cpu"),
         torch.frombuffer(bytearray(text), dtype=torch.uint8),
@@ -211,15 +210,15 @@ def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tu
     return [(work, message) for work, message in zip(works, messages, strict=True) if work is not None]
 
 
-def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
-    """Receive a copy's values into `values`; returns the bytes of the copy's record."""
+def _receive(sender: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
+    """Receive a copy's values into `values`; returns the record's bytes. Raises ValueError for a wrong size."""
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    dist.recv(size, of, group=ranks.group, tag=0)
+    dist.recv(size, sender, group=ranks.group, tag=0)
     if not 0 < int(size) <= _PIECE:
-        raise ValueError(f"rank {of} announces a record of {int(size)} bytes")
+        raise ValueError(f"rank {sender} announces a record of {int(size)} bytes")
     text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     messages = [text, *values.split(_PIECE)]
-    works = [dist.irecv(message, of, group=ranks.group, tag=tag) for tag, message in enumerate(messages, 1)]
+    works = [dist.irecv(message, sender, group=ranks.group, tag=tag) for tag, message in enumerate(messages, 1)]
     for work in works:
         if work is not None:
             work.wait()

@@ -1,5 +1,4 @@
-"""Copies of ranks' shards in hosts' memory that outlive the processes: their step, whether they are whole, which to
-use.
+"""Copies of ranks' shards in hosts' memory that outlive the processes: their records, and the choice of those to use.
 
 A rank has one copy on its own host, and perhaps another on a neighbouring host. A copy is overwritten in place: its
 record is deleted before its values change, and written again when the values are whole and have digests.
@@ -34,21 +33,21 @@ CHANGED = "warning: copies in memory have changed since they were made; they are
 
 @dataclass(frozen=True, slots=True)
 class LocalRecord:
-    """The record of a copy: of use if every rank has one of the same step and start, of its parts."""
+    """The record of a copy. Copies can be loaded if every rank has one of the same step and start, with its parts."""
 
     step: int
     start: str
-    """The start of the run that made it: copies that two starts made of one step may differ."""
+    """The start of the run that made the copy: copies that two starts made of one step may differ."""
     parts: str
     """A digest of the parts' names, boxes and dtypes, and of the number of ranks."""
     state: str
     """The content of `state.json`."""
     digests: list[str]
-    """The memory's digests, chunk by chunk."""
+    """The digests of the copy's values, chunk by chunk."""
 
     @staticmethod
     def of(text: bytes) -> LocalRecord:
-        """Read the bytes of a record. Raises ValueError."""
+        """Read the bytes of a record. Raises ValueError if they are no record."""
         return read(LocalRecord, parse(text))
 
 
@@ -97,14 +96,13 @@ def is_of(record: LocalRecord, memory: memoryview) -> bool:
 
 
 def directory_of(local: Path, run: Path) -> Path:
-    """Where the copies of the run in a directory lie, in `checkpoint.local`: an id alone, which torchrun's users
-    choose, may be that of runs of several names and log.dirs."""
+    """Return where the copies of the run in directory `run` lie, below `local`. Not by the run's id alone: users of
+    torchrun choose it, and runs of other names or log.dirs may have the same."""
     return local / f"{run.name}-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:8]}"
 
 
 def remove_all(directory: Path) -> None:
-    """Delete the run's copies on this host, also those of ranks that an earlier start had in another cut, and nothing
-    else: the directory with them only if it is empty then."""
+    """Delete the run's copies on this host, also of ranks that an earlier start had, and an empty directory."""
     with suppress(OSError):
         sweep(directory, ())
         directory.rmdir()
@@ -124,7 +122,7 @@ def files_of(directory: Path, step: int, start: str) -> set[str]:
 
 
 def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
-    """The copies in the directory that have a record. Raises OSError."""
+    """Yield the copies in the directory that have a record. Raises OSError."""
     for name in private_files.names(directory):
         match = _OWN.fullmatch(name)
         if match is not None and match[3] == "json":
@@ -147,7 +145,7 @@ class HostCopy(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The copies that a rank sees at a start. Bare values, because rank 0 reads what all ranks have seen."""
+    """The copies that a rank sees at a start. Bare values, because rank 0 reads all ranks' answers."""
 
     place: str
     """Equal for ranks that share the directory with the copies."""
@@ -156,24 +154,23 @@ class Seen(NamedTuple):
     bytes: int
     """Bytes of the copy's values."""
     copies: list[HostCopy]
-    """All that lie at the place, whosesoever."""
+    """All copies at the place, of any rank."""
     changed: bool
-    """Whether the rank's own has other values than it was made with; it is not among `copies` then."""
+    """Whether the values of the rank's own copy have changed since it was made; then it is not among `copies`."""
 
 
 class Chosen(NamedTuple):
-    """The copies that a start uses: of one step and one start, one for every rank."""
+    """The copies that a start uses: one for every rank, all made at one step by one earlier start."""
 
     step: int
     start: str
     sources: list[tuple[int, bool]]
-    """For each rank: a rank (itself, or one of another host) on whose host its copy lies, and whether it is kept there
-    for a neighbour."""
+    """For each rank: the rank (itself or another host's) that has its copy, and whether it is a neighbour's."""
 
 
 def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], size: int) -> Seen:
-    """Look at the copies on this host; of its own the rank reads the values. Raises CheckpointError (PP-E650) if the
-    directory, or `checkpoint.local` above it, is not this user's alone."""
+    """Return the copies on this host; the rank also checks the values of its own. Raises CheckpointError (PP-E650) if
+    the directory, or `checkpoint.local` above it, is not this user's alone."""
     try:
         private_files.make_directory(directory)
     except OSError as error:
@@ -202,16 +199,16 @@ def hosts_of(places: Sequence[str]) -> list[list[int]]:
 def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
     """For every rank, the rank on the neighbouring host that keeps its copy.
 
-    Hosts are paired in order, and the last three of an odd number go in a ring. Of pairs, fewer losses of two hosts
-    take both copies of a rank than of a ring of all. Raises CheckpointError (PP-E544) if there are no two hosts with
-    the same number of ranks on all.
+    Hosts are paired in order; of an odd number, the last three form a ring. In pairs, fewer combinations of two lost
+    hosts take both copies of a rank than in a ring of all hosts. Raises CheckpointError (PP-E544) unless there are two
+    hosts or more, all with the same number of ranks.
     """
     count, sizes = len(hosts), sorted({len(ranks) for ranks in hosts})
     if count < 2 or len(sizes) > 1:
         each = f"{' or '.join(map(str, sizes))} rank{'s' * (sizes != [1])} each"
-        here = f"{count} hosts with {each}" if count > 1 else "one host, or share one directory in memory"
+        place = f"{count} hosts with {each}" if count > 1 else "one host, or share one directory in memory"
         message = (
-            f"copies on a neighbour's host need two hosts or more with as many ranks each; the ranks are on {here}"
+            f"copies on a neighbour's host need two hosts or more with as many ranks each; the ranks are on {place}"
         )
         raise CheckpointError(Problem("PP-E544", message, "checkpoint.local_replicas=0"))
     ring = count - 3 * (count % 2)
@@ -223,7 +220,7 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def refused_on_one_host(world: int) -> list[Problem]:
-    """Return the problems that `keepers` raises for ranks that are all on one host, which a launcher knows."""
+    """Return the problems that `keepers` raises for `world` ranks on one host; for launchers."""
     try:
         keepers([range(world)])
     except CheckpointError as error:
@@ -232,14 +229,14 @@ def refused_on_one_host(world: int) -> list[Problem]:
 
 
 def choose(seen: Sequence[Seen]) -> Chosen | None:
-    """The copies of the latest step of which every rank has one, on whatever host; its own if that is one."""
+    """Return the copies of the latest step of which some host, if possible its own, has every rank's copy; or None."""
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
     for ranks in hosts_of([each.place for each in seen]):
         for copy in {copy for rank in ranks for copy in seen[rank].copies}:
             if not _fits(copy, seen):
                 continue
             if not copy.kept and copy.rank in ranks and copy not in seen[copy.rank].copies:
-                continue  # its rank has found it changed
+                continue  # its own rank has found its values changed
             sources = where.setdefault((copy.step, copy.start), {})
             source = copy.rank if copy.rank in ranks else ranks[copy.rank % len(ranks)], copy.kept
             best = sources.setdefault(copy.rank, source)
@@ -252,7 +249,7 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
 
 
 def why_none(seen: Sequence[Seen]) -> str:
-    """Return why copies that are there are not chosen; empty if there are none."""
+    """Return why none of the copies is chosen; empty if there are no copies."""
     if any(each.changed for each in seen):
         return CHANGED
     steps = ", ".join(map(str, sorted({copy.step for each in seen for copy in each.copies})))
@@ -260,7 +257,7 @@ def why_none(seen: Sequence[Seen]) -> str:
 
 
 def latest_of_others(seen: Sequence[Seen]) -> int:
-    """The latest step of which there are copies, if none has what any rank holds now; else 0."""
+    """Return the latest step of the copies if all are of other parts than the ranks hold now; else 0."""
     copies = [copy for each in seen for copy in each.copies]
     return 0 if any(_fits(copy, seen) for copy in copies) else max([copy.step for copy in copies], default=0)
 

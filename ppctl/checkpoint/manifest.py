@@ -1,6 +1,6 @@
-"""The manifest: which bytes of which file are which part of which tensor, and the digests that prove it.
+"""The manifest: where in the files each part of each tensor is, and the digests of all bytes.
 
-`docs/checkpoint.md` has the format. A checkpoint can be verified where torch is not installed.
+`docs/checkpoint.md` has the format. Without torch, so that a checkpoint can be verified where torch is not installed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Chunk = tuple[int, int, str]
 
 _MOST_OF_A_MANIFEST = 2**30
 _MOST_ENTRIES = {"": 64, "files": 2**17, "tensors": 2**20}
-"""The most entries of a manifest: at its top (`""`), in `files`, and in `tensors`."""
+"""The most entries of a manifest: at its top level (`""`), in `files`, and in `tensors`."""
 _MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
-"""Tensors that are named of a manifest that does not describe them whole."""
+"""The most tensors that a message names if a manifest does not describe them whole."""
 
 _BEGIN, _SEAL = b'{\n "format": 2,\n', b',\n "seal": "'
 
@@ -70,7 +70,7 @@ class ShardRecord:
     offset: tuple[Count, ...]
     shape: tuple[Count, ...]
     digests: tuple[Digest, ...]
-    """One of each chunk."""
+    """The digest of each chunk."""
 
     @property
     def box(self) -> Box:
@@ -90,7 +90,7 @@ _SHARD = tuple(each.name for each in fields(ShardRecord))
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """The whole tensor's shape, its dtype by torch's name, and the parts that together are it."""
+    """The whole tensor's shape, its dtype by torch's name, and the parts that make it up."""
 
     shape: tuple[Count, ...]
     dtype: Annotated[str, frozenset(DTYPES)]
@@ -106,7 +106,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
 
     def to_text(self) -> str:
-        """The manifest as JSON, a line for each file and tensor. Its last entry is the SHA-256 of all before it."""
+        """Return the manifest as JSON, a line for each file and tensor. Its last entry is the SHA-256 of the others."""
         head = {"format": FORMAT, "step": self.step, "digest": DIGEST, "chunk": CHUNK}
         files = {name: asdict(record) for name, record in self.files.items()}
         tensors = {
@@ -120,7 +120,7 @@ class Manifest:
 
     @staticmethod
     def from_text(text: bytes) -> Manifest:
-        """The inverse of `to_text`. Raises OtherFormat for another version's manifest, ValueError for what is none."""
+        """The manifest of a text of `to_text`. Raises OtherFormat for another version's, ValueError for other text."""
         if not text.startswith(_BEGIN):
             raise OtherFormat(_named_format(text))
         with without_collections():
@@ -146,7 +146,8 @@ def _plain(shard: ShardRecord) -> dict[str, object]:
 
 
 def _sealed(text: bytes) -> Manifest:
-    """Line by line, as it was written: so much of anything else is refused before it is all values in memory."""
+    """Read a text line by line, as it was written: too many entries are refused before all are in memory. Raises
+    OtherFormat and ValueError."""
     body, _, rest = text.rpartition(_SEAL)
     if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
         raise ValueError("its seal (the SHA-256 at its end) does not match its content")
@@ -170,7 +171,7 @@ def _sealed(text: bytes) -> Manifest:
                 raise ValueError(f"it has more than {_MOST_ENTRIES[section]} {section or 'entries'}")
             sections[section] |= added
     head = read(_Head, sections[""])
-    for section in kinds.keys() - sections.keys():  # an empty one is one line
+    for section in kinds.keys() - sections.keys():  # an empty section is one line
         sections[section] = read(kinds[section], sections[""].get(section))
     if (head["digest"], head["chunk"]) != (DIGEST, CHUNK):
         raise OtherFormat(f"{FORMAT} with {head['digest']} of every {head['chunk']} bytes")
@@ -187,7 +188,7 @@ _SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors"}
 
 
 def _named_format(text: bytes) -> int:
-    """The number of the format that a manifest of any version names. Raises ValueError if it names none."""
+    """Return the number of the format that a manifest of any version names. Raises ValueError if it names none."""
     if len(text) > MOST_READ:
         raise ValueError(f"it has {len(text)} bytes")
     version: int = read(Count, read(dict[str, Any], parse(text)).get("format"))
@@ -195,7 +196,7 @@ def _named_format(text: bytes) -> int:
 
 
 def digests_of(data: memoryview) -> tuple[str, ...]:
-    """The digest of each chunk of a shard's bytes; of an empty shard, none."""
+    """Return the digest of each chunk of a shard's bytes; an empty shard has none."""
     return tuple(xxh3_128(data[begin : begin + CHUNK]).hexdigest() for begin in range(0, len(data), CHUNK))
 
 
@@ -205,7 +206,7 @@ def record_whole(data: bytes) -> FileRecord:
 
 
 def read_text(path: Path) -> bytes:
-    """The bytes of the manifest of the checkpoint at `path`; CheckpointError if there is none."""
+    """Return the bytes of the manifest of the checkpoint at `path`. Raises CheckpointError if there is none."""
     try:
         return read_whole(path / MANIFEST, _MOST_OF_A_MANIFEST, follow=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -219,7 +220,7 @@ def read_text(path: Path) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`; CheckpointError if it is missing, damaged or of a later format."""
+    """Return the manifest of a checkpoint. Raises CheckpointError if it is missing, damaged or of a later format."""
     return checked_manifest(path, read_text(path))
 
 
@@ -238,13 +239,13 @@ def checked_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def in_file_order(manifest: Manifest) -> Iterator[tuple[str, ShardRecord]]:
-    """Every shard with its tensor, file by file, in the order of their bytes on the disk."""
+    """Yield (tensor's name, shard) of all shards, file by file, in the order of their bytes in the file."""
     shards = [(name, shard) for name, record in manifest.tensors.items() for shard in record.shards]
     yield from sorted(shards, key=lambda each: (each[1].file, each[1].bytes))
 
 
 def _untold(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Tensors that the manifest does not describe whole, each with why: nobody could read them."""
+    """Yield (name, why) of the tensors that the manifest does not describe whole: they could not be read."""
     for name, record in manifest.tensors.items():
         if len(record.shape) > _MOST_DIMS or prod(extent or 1 for extent in record.shape) >= _MOST_ELEMENTS:
             yield name, "there is no tensor of this shape"
@@ -271,15 +272,15 @@ def _shard_fault(shard: ShardRecord, width: int, file: FileRecord | None) -> str
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare size and header of some files with their records: CheckpointError names those that differ."""
+    """Compare size and header of some files with their records. Raises CheckpointError naming files that differ."""
     problems = [problem for name in names if (problem := _fault(path, name, manifest))]
     if problems:
         raise CheckpointError(problems)
 
 
 def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
-    """The fault of one file by its size and the digest of its header; None if nothing is. Raises OSError if the
-    file system fails, not if the file is missing."""
+    """Return the fault of a file's size or header, also that it is missing; None if there is none. Raises OSError if
+    the file system fails."""
     expected = manifest.files.get(name)
     if expected is None:
         return damaged(path, f"{name} is not in its {MANIFEST}")
@@ -301,7 +302,7 @@ def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
 
 
 def changed(file: str, begin: int, end: int, tensor: str) -> str:
-    """Return the words for a chunk whose digest differs."""
+    """Return the text for a chunk whose digest differs."""
     return f"{file} has changed since it was written: bytes {begin} to {end}, of {tensor} (their {DIGEST} differs)"
 
 
@@ -311,7 +312,7 @@ def damaged(path: Path, fault: str, place: str = "") -> Problem:
 
 
 def _another(path: Path) -> str:
-    """A command that goes on from the newest complete checkpoint beside the one at `path`, which cannot be read."""
+    """Return a remedy: to go on from the newest complete checkpoint beside the unreadable one at `path`."""
     others = [other for other in checkpoint_folder.complete(path.parent) if other != path]
     if not others:
         return f"ls {pasted(str(path.parent))}"

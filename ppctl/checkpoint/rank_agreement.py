@@ -41,9 +41,9 @@ class AgreeingRanks:
     ) -> R:
         """Run `work` on every rank, `conclude` on rank 0 with all results in rank order, and hand its result to all.
 
-        `each` and `result` are the annotations of what the two return (`ppctl.records.wire`), None for None. If `work`
-        or `conclude` raises anywhere, all ranks raise CheckpointError with the problems of all. `what` names the work
-        in messages, as an infinitive.
+        `each` annotates what `work` returns, `result` what `conclude` returns (`ppctl.records.wire`); None for None. If
+        `work` or `conclude` raises on any rank, all ranks raise CheckpointError with the problems of all. `what` names
+        the work in messages, as an infinitive.
         """
         sent, cause = self._attempt(what, each, work)
         outcomes = [
@@ -59,7 +59,7 @@ class AgreeingRanks:
         return cast(R, verdict)
 
     def _attempt(self, what: str, kind: Any, work: Callable[[], Any]) -> tuple[bytes, Exception | None]:
-        """The bytes of a result or of problems, and the exception, which stays on its rank."""
+        """Do `work`; returns the bytes of its result or problems, and its exception, which stays on this rank."""
         try:
             return wire.packed(_outcome(kind), ((), work())), None
         except Exception as error:
@@ -73,5 +73,5 @@ class AgreeingRanks:
 
 
 def _outcome(kind: Any) -> Any:
-    """Return the annotation of a rank's outcome: its problems, or a value of this annotation."""
+    """Return the annotation of a rank's outcome: its problems, or a value of the annotation `kind`."""
     return tuple[tuple[Problem, ...], Optional[kind]]  # noqa: UP045 - `kind | None` is no annotation if it is None

@@ -1,7 +1,6 @@
-"""Loading: strict in both directions, by byte ranges, in whatever cut the ranks are now.
+"""Loading into ranks of any cut, by byte ranges; a tensor that only one side has is an error.
 
-A rank reads the chunks that hold what it wants, one after the other, and checks the digest of each before it takes
-anything from it.
+A rank reads the chunks that hold its values, one after the other, and checks each chunk's digest before use.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class CheckpointReader(ChunkReader):
         """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved."""
         record = self.manifest.tensors[name]
         files = {shard.file for shard in record.shards} - self._there
-        check_files(self.path, self.manifest, files)  # before memory is taken for what a manifest says
+        check_files(self.path, self.manifest, files)  # before memory is allocated as the manifest says
         self._there |= files
         tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="cpu")
         self.fill(name, (0,) * len(record.shape), tensor)
@@ -44,7 +43,7 @@ class CheckpointReader(ChunkReader):
     @torch.no_grad()
     def fill(self, name: str, offset: tuple[int, ...], out: Tensor) -> None:
         """Fill `out` with the box of a tensor that begins at `offset`, cast to the dtype of `out`. Raises
-        CheckpointError (PP-E503) if the values are not those that were saved, and OSError."""
+        CheckpointError (PP-E503) if the values are not the saved values, and OSError."""
         dtype = getattr(torch, self.manifest.tensors[name].dtype)
         for piece in self.pieces(name, Box(offset, tuple(out.shape))):
             values = torch.frombuffer(piece.data, dtype=dtype).view(piece.shape)
@@ -54,9 +53,9 @@ class CheckpointReader(ChunkReader):
 def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
     """Fill the shards in place from the checkpoint at `path`; called by all ranks together; returns the saved state.
 
-    Each rank brings what it owns now. Raises CheckpointError on every rank if the checkpoint is missing or damaged, if
-    the ranks together lack a tensor of it, or a part of one, or want one that it lacks, or if a shape or dtype differs.
-    All but damaged values is found before the first tensor is filled.
+    Each rank passes the shards that it holds. Raises CheckpointError on every rank if the checkpoint is missing or
+    damaged, if only the checkpoint or only the ranks have a tensor or a part of it, or if a shape or dtype differs;
+    damaged values are found while tensors are filled, everything else before.
     """
     ranks = AgreeingRanks(None)
     what, held = f"read the checkpoint {path}", list(shards)

@@ -1,4 +1,4 @@
-"""state.json: what a checkpoint has beside tensors."""
+"""state.json: the state that a checkpoint has beside its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _SavedModel(TypedDict):
 
 
 def _check_model(values: Mapping[str, Any]) -> None:
-    """Raise ValueError unless these are values of ModelConfig; of a later version's fields nothing is known."""
+    """Raise ValueError unless these are values of ModelConfig. Unknown fields, of a later version, are not checked."""
     read(_SavedModel, {"from_": None, **values})
     for key in keys().values():
         if key.name.startswith("model.") and key.attribute in values and not key.is_callable:
@@ -80,13 +80,13 @@ def state_text(state: Mapping[str, Any]) -> bytes:
 
 
 def read_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """The `state` that was saved with the checkpoint at `path`, whoever saved it, after checking its digest."""
+    """Return the `state` that any program saved with the checkpoint at `path`, after checking its digest."""
     state: dict[str, Any] = _checked(path, manifest or read_manifest(path), dict[str, Any])
     return state
 
 
 def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """`read_state` of what ppctl itself saved. Raises CheckpointError (PP-E503) if it cannot have saved it."""
+    """Return ppctl's own state, as `read_state`. Raises CheckpointError (PP-E503) if ppctl cannot have saved it."""
     manifest = manifest or read_manifest(path)
     state: dict[str, Any] = _checked(path, manifest, RunState)
     steps = {manifest.step, state.get("step", manifest.step)}
@@ -99,6 +99,7 @@ def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
 
 
 def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
+    """The saved state as `kind`, after its digest. Raises CheckpointError (PP-E503) for damage, OSError."""
     check_files(path, manifest, [STATE])
     try:
         return read(kind, parse(read_whole(path / STATE, MOST_READ, follow=False)))
@@ -107,8 +108,8 @@ def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
 
 
 def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
-    """Where the weights of a checkpoint's `state` began, and where those did: checkpoints, and at the end a directory;
-    as far as the checkpoints are there and can be read."""
+    """Yield where the weights of a checkpoint's `state` came from, then where the weights of that checkpoint came from,
+    and so on: checkpoints, at the end a directory. Stops at a checkpoint that cannot be read."""
     seen: set[str] = set()
     while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
         seen.add(named)

@@ -1,6 +1,6 @@
 """Saving: every rank writes what it holds, rank 0 seals the checkpoint, names it, moves `latest`, and deletes old ones.
 
-At once, beside training (decision 50), or from one process tensor by tensor.
+While training waits, beside training (decision 50), or from one process tensor by tensor.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ R = TypeVar("R")
 
 
 class Saver:
-    """Saves the shards of the ranks of a process group (None: the default one) into one directory of checkpoints. Which
-    rank writes which part is agreed on anew when parts change. Without a `writer` this process works on the disk."""
+    """Saves the shards of the ranks of a process group (None: the default group) into one directory of checkpoints.
+    Ranks agree on each part's writer, anew when parts change. Without a `writer` this process writes."""
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class Saver:
         self._writer = writer
         self._parts: list[TensorPart] | None = None
         self._own = b""
-        """For each of the parts 1 if this rank writes it."""
+        """For each of the parts: 1 if this rank writes it."""
         self._all_parts: list[bytes] = []
         """On rank 0: the packed parts of every rank."""
 
     def save(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any]) -> Path:
         """Write step-`step`; called by all ranks together, returns its path on all of them.
 
-        Parts of one tensor on several ranks are equal boxes (copies, which must be bit-equal) or do not overlap, and
-        are all of it. `state` must be JSON-able and equal on all ranks; rank 0's is kept.
+        Parts of one tensor on several ranks are equal boxes (copies, with equal bits) or do not overlap, and together
+        are the whole tensor. `state` must be JSON-able and equal on all ranks; rank 0's is kept.
 
-        Raises CheckpointError on every rank if anything fails on any: unequal copies, a full disk, no permission.
-        Then, as after a crash at any moment, the earlier checkpoints and `latest` are as they were.
+        Raises CheckpointError on every rank if a rank fails: unequal copies, a full disk, no permission. Then, as after
+        a crash at any moment, the earlier checkpoints and `latest` are as they were.
         """
         held = list(shards)
         return self.write(
@@ -69,7 +69,7 @@ class Saver:
         )
 
     def write(self, step: int, parts: list[TensorPart], values: Values, state: bytes) -> Path:
-        """`save` with the values of parts, wherever they lie, and the bytes of `state.json`."""
+        """Save as `save` does, from values that may lie anywhere and the bytes of `state.json`; returns the path."""
         directory, temporary = self.directory, checkpoint_folder.temporary_path(self.directory, step)
         what = f"write the checkpoint {checkpoint_folder.step_path(directory, step)}"
         self._prepare(what, step, parts)
@@ -94,7 +94,7 @@ class Saver:
         return path
 
     def _prepare(self, what: str, step: int, parts: list[TensorPart]) -> None:
-        """Make the directory, and agree on who writes what, unless every rank holds the parts of the last save."""
+        """Make the directory, and agree on each part's writer, unless every rank holds the parts of the last save."""
         changed = parts != self._parts
 
         def begin(changes: list[bool]) -> bool:
@@ -147,19 +147,19 @@ class Saved:
     step: int
     path: Path
     seconds: float
-    """From the begin of the save, its copy included, to the end."""
+    """Seconds from the beginning of the save, with its copy in memory, to the end."""
 
 
 class BackgroundSaver:
     """Saves, one at a time, beside what the ranks of `process_group` do; no other thread may use that group.
 
-    A step waits for one copy of what its rank holds. A thread then goes through the order of a save; nearly all the
-    time it waits, for the node's writer or for other ranks.
+    A step waits until its rank's shards are copied. A thread then saves the copy; nearly all the time it waits for the
+    node's writer or for other ranks.
 
-    `address` is that of the node's writer (without one, ranks write themselves, from a thread). `shards` are what is
-    saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
-    thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) if there is no memory.
-    `keeps` says which checkpoints stay, as to `Saver`.
+    `address` is of the node's writer (without an address, ranks write themselves, from a thread). Memory for one copy
+    of `shards` is made and touched now. `warn` is called with the loss of the writer, on any thread. With `local` the
+    copy outlives the process. `keeps` says which checkpoints stay, as for `Saver`. Raises CheckpointError (PP-E511) if
+    there is no memory.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class BackgroundSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save under way has failed: `finish` will raise, on all ranks."""
+        """Whether the save under way has failed: then `finish` raises on all ranks."""
         return self._error is not None
 
     def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any], *, to_disk: bool = True) -> None:
-        """Copy what is saved as step-`step`, and write it in the background, or without `to_disk` keep only the local
-        copy. All ranks call together. Waits first for the save before, as `finish` does. `shards` and `state` are as of
-        `Saver.save`."""
+        """Wait for the previous save, as `finish` does; then copy `shards` and write them as step-`step` in the
+        background, or without `to_disk` keep only the local copy. All ranks call this together. `shards` and `state`
+        are as in `Saver.save`. Raises ValueError if the shards are not those of the memory."""
         self.finish()
         began, held, text = time.perf_counter(), list(shards), state_text(state)
         if [shard.part for shard in held] != self.memory.parts:
@@ -205,7 +205,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def finish(self, limit: float | None = None) -> bool:
-        """Wait at most `limit` seconds for the save under way: whether it is over. Raises as `Saver.save` does."""
+        """Wait at most `limit` seconds for the save under way; returns whether it is over. Raises as `Saver.save`."""
         if self._thread is not None:
             self._thread.join(limit)
             if self._thread.is_alive():
@@ -225,7 +225,7 @@ class BackgroundSaver:
         self._writer.close()
 
     def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:
-        """Write one step, in the thread. The error is kept for `finish`: the thread has nobody to raise it to."""
+        """Write one step, in the thread. An error is kept and raised by `finish`."""
         try:
             self.memory.wait(copied)
             if self.local is not None:

@@ -32,9 +32,9 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]
     """The whole tensor's shape."""
     offset: tuple[int, ...]
-    """The position of the box's first element in it."""
+    """The position of the box's first element in the whole tensor."""
     tensor: Tensor
-    """The values, of the box's shape: a view of what training uses, or a buffer of it."""
+    """The values, in the box's shape: a view of a tensor that training uses, or a copy."""
 
     @property
     def part(self) -> TensorPart:
@@ -54,7 +54,7 @@ def values_of(tensor: Tensor) -> memoryview:
 
 
 class HostMemory:
-    """Room for the values of shards of these parts, made and touched once. Raises CheckpointError (PP-E511).
+    """Memory for a copy of the values of `shards`, allocated and touched once. Raises CheckpointError (PP-E511).
 
     The memory is an anonymous file (memfd), freed when the last process that maps it ends, or `file`, whose contents
     from an earlier process are kept. For shards on a GPU the memory is pinned.
@@ -78,7 +78,7 @@ class HostMemory:
         if devices:
             # CUDA's own function: torch's pinned memory cannot be shared with a process that has no CUDA.
             _pin(memory)
-            # What is unmapped while it is pinned keeps its addresses pinned: the next memory there would be refused.
+            # Memory that is unmapped while pinned keeps its addresses pinned: the next memory there would be refused.
             weakref.finalize(self, _unpin, memory, next(iter(devices))).atexit = False
 
     @property
@@ -88,7 +88,7 @@ class HostMemory:
 
     @torch.no_grad()
     def fill(self, shards: Sequence[Shard]) -> None:
-        """Copy the values in this memory into shards of the same parts."""
+        """Copy the values in this memory into `shards`, which are of the same parts."""
         for own, shard in zip(self._copies, shards, strict=True):
             shard.tensor.copy_(own)
 
@@ -99,12 +99,12 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, shards: Sequence[Shard]) -> list[torch.cuda.Event]:
-        """Copy the values of shards of the same parts: on the CPU at once, from a GPU until `wait` returns. The host
-        does not wait for a GPU; what it is asked to compute from now on waits for the copy."""
+        """Copy the values of `shards`, of the same parts, into this memory. A copy from a GPU is complete when `wait`
+        returns for the returned events; the host does not wait for it, but what a GPU computes after this call does."""
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
         for out, shard in zip(self._copies, shards, strict=True):
-            with torch.cuda.stream(self._streams.get(shard.tensor.device)):  # None: nothing is changed
+            with torch.cuda.stream(self._streams.get(shard.tensor.device)):  # None: the stream stays the current one
                 out.copy_(shard.tensor, non_blocking=True)
         events = []
         for device, stream in self._streams.items():
@@ -122,15 +122,15 @@ class HostMemory:
 
 
 def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:
-    """The descriptor of a file that lies in memory, and its mapping. Raises OSError if there is no room."""
+    """Return the descriptor of a file that lies in memory, and its mapping. Raises OSError if there is no room."""
     if file is not None:
         descriptor = open_file(file, os.O_RDWR | os.O_CREAT)
     elif sys.platform != "linux":
-        return -1, mmap(-1, size)  # this process's alone: no writer can be reached there either
+        return -1, mmap(-1, size)  # this process's alone: where there is no memfd, no writer can be reached either
     else:
         descriptor = os.memfd_create("ppctl-checkpoint")
     os.ftruncate(descriptor, size)
-    os.posix_fallocate(descriptor, 0, size)  # no room is an error here, and SIGBUS later; keeps what is there
+    os.posix_fallocate(descriptor, 0, size)  # reports missing room here instead of as SIGBUS later; keeps the contents
     return descriptor, mmap(descriptor, size, flags=MAP_SHARED | MAP_POPULATE)
 
 
@@ -143,7 +143,7 @@ def _pin(memory: torch.Tensor) -> None:
 
 
 def _unpin(memory: torch.Tensor, device: torch.device) -> None:
-    with torch.cuda.device(device):  # whatever thread drops the memory
+    with torch.cuda.device(device):  # memory may be freed by any thread
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 

@@ -1,8 +1,8 @@
-"""Gradients that runs keep of a step (`log.gradients`, decision 58), and where those of two runs differ first.
+"""Gradients that runs keep of a step (`log.gradients`, decision 58), and where the gradients of two runs first differ.
 
 The files: gradients/step-N/rank-NNNNN.safetensors, parts of gradients by the names of parameters, and beside them
-messages.json with fingerprints of what stages hand on. Every rank writes what it has, copies included: which of several
-copies is wrong is what a comparison is for.
+messages.json with fingerprints of the stages' messages. Every rank writes its parts, also parts of which other ranks
+have copies: a comparison shows which copy is wrong.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Handed(NamedTuple):
 
     @property
     def action(self) -> str:
-        """The action that handed it on, such as `3F12`."""
+        """The action that made the message, such as `3F12`."""
         return f"{self.stage}{'F' if self.forward else 'B'}{self.microbatch}"
 
 
 class _Messages(TypedDict):
-    """messages.json: the fields of each Handed, in their order. Squares may be infinite, or no number."""
+    """messages.json: the fields of each Handed, in their order. Squares may be infinite or nan."""
 
     version: Literal[1]
     messages: list[tuple[Count, bool, Count, Count, tuple[int, int], Any]]
@@ -64,25 +64,25 @@ def write_messages(directory: Path, handed: Sequence[Handed]) -> None:
 
 
 def step_directory(gradients: Path, step: int) -> Path:
-    """Where a step is kept, below a run's directory of gradients."""
+    """Return where a step is kept, below a run's directory of gradients."""
     return gradients / f"step-{step}"
 
 
 def forget_step(gradients: Path, step: int) -> None:
-    """Delete what is kept of a step; its messages first, without which it is not whole. Raises OSError."""
+    """Delete a kept step; messages.json first, because a step without it counts as incomplete. Raises OSError."""
     path = step_directory(gradients, step)
     for file in [path / MESSAGES, *path.glob("rank-*.safetensors")]:
         file.unlink(missing_ok=True)
 
 
 def kept_steps(gradients: Path) -> list[int]:
-    """The steps that are kept whole: the messages are written last."""
+    """Return the steps that are kept whole: those with messages.json, which is written last."""
     numbers = (path.parent.name.removeprefix("step-") for path in gradients.glob(f"step-*/{MESSAGES}"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 class KeptPart(NamedTuple):
-    """A part of a gradient, as one rank had it."""
+    """A part of a gradient, from one rank."""
 
     rank: int
     box: Box
@@ -91,18 +91,18 @@ class KeptPart(NamedTuple):
     dtype: str
 
     def values(self) -> NDArray[Any]:
-        """Return its values, in the box's shape."""
+        """Return the part's values, in the box's shape."""
         flat = np.fromfile(self.file, numpy_dtype(self.dtype), self.box.size, offset=self.begin)
         return flat.reshape(self.box.shape)
 
 
 class KeptStep:
-    """A step as a run has kept it. Raises CheckpointError (PP-E645) if a file is damaged."""
+    """A step that a run has kept. Raises CheckpointError (PP-E645) if a file is damaged."""
 
     def __init__(self, gradients: Path, step: int) -> None:
         self.path = step_directory(gradients, step)
         self.parts: dict[str, list[KeptPart]] = {}
-        """By the parameter's name, ranks in order."""
+        """The parts by the parameter's name, in the order of ranks."""
         self.shapes: dict[str, Shape] = {}
         try:
             record = read_json(self.path / MESSAGES, _Messages, _MOST_OF_MESSAGES)
@@ -117,7 +117,7 @@ class KeptStep:
             raise CheckpointError(Problem("PP-E645", message, remedy, str(self.path))) from None
 
     def whole(self, name: str) -> NDArray[Any]:
-        """A gradient put together of the first rank's parts that has each."""
+        """Return a whole gradient. Of a part's copies it takes the first rank's."""
         parts = self.parts[name]
         shape = self.shapes[name]
         whole = np.zeros(shape, parts[0].values().dtype)
@@ -135,6 +135,7 @@ def _whole_shape(name: str, parts: Sequence[KeptPart]) -> Shape:
 
 
 def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
+    """Yield (parameter, kept part) for each gradient in a rank's file. Raises ValueError for a damaged header."""
     rank = int(file.stem.removeprefix("rank-"))
     for key, stored in read_header(file).items():
         name, _, offset = key.removeprefix("gradient.").partition("@")
@@ -148,7 +149,7 @@ def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
 
 
 _OF_SQUARES = 10.0
-"""How much further than values sums of squares may lie apart: twice for the square, and room for what adds up."""
+"""The factor by which sums of squares may differ more than values: 2 for the square, and a margin for the sum."""
 
 
 class Side(NamedTuple):
@@ -160,13 +161,13 @@ class Side(NamedTuple):
     last_stage: int
 
     def copies(self, forward: bool, stage: int) -> int:
-        """How many ranks have the same values of a message; the others have parts of them."""
+        """Return how many ranks have copies of a message; the other ranks have other parts of it."""
         whole = not self.sequence_parallel or (forward and stage == self.last_stage)
         return self.sizes.tp if whole else 1
 
     def handed(self) -> dict[tuple[bool, int, int], list[Handed]]:
-        """Return the fingerprints by (forward, stage, microbatch), as several ranks had them; without losses of ranks
-        that have a part of every sequence, whose squares are not those of the sum."""
+        """Return the ranks' fingerprints by (forward, stage, microbatch). Without losses if ranks have a part of every
+        sequence: their squares do not add up to the square of the sum."""
         by_place: dict[tuple[bool, int, int], list[Handed]] = {}
         for each in self.step.messages:
             if self.sizes.cp == 1 or not each.forward or each.stage != self.last_stage:
@@ -182,7 +183,7 @@ class ActionDifference(NamedTuple):
     ranks: list[int]
     """Ranks of the second run."""
     relative: float
-    """The relative difference of the norm; 0 if only bits differ."""
+    """The relative difference of the norms; 0 if only bits differ."""
 
 
 class ParameterDifference(NamedTuple):
@@ -193,9 +194,9 @@ class ParameterDifference(NamedTuple):
     ranks: list[int]
     """Ranks of the second run whose part or copy differs."""
     of: int
-    """How many ranks have parts or copies."""
+    """How many ranks have parts or copies of the gradient."""
     relative: float
-    """The largest difference over the largest absolute value of the first run's; nan if that is 0."""
+    """The largest difference over the largest absolute value in the first run; nan if that value is 0."""
     at: tuple[int, ...]
     """Where the largest difference is."""
     values: tuple[float, float]
@@ -208,15 +209,15 @@ class StepDifferences:
 
     action: ActionDifference | None
     parameters: list[ParameterDifference]
-    """In the order in which a backward makes them: the last one of the last stage first."""
+    """In the order in which a backward makes the gradients: the last parameter of the last stage first."""
     equal: int
     """The number of gradients that are equal."""
     missing: list[str]
-    """Names that only one of the two steps has, or whose shapes differ."""
+    """Names that only one of the two steps has, or that have different shapes."""
     unlike: list[tuple[str, str, str]]
-    """(`A` or `B`, name, owner): uses of a shared parameter whose gradient is not its owner's, which is no step's."""
+    """(`A` or `B`, name, owner) of shared parameters whose kept gradient is not the owner's, a fault of the run."""
     largest: float
-    """The largest relative difference of all gradients, those within the tolerance included."""
+    """The largest relative difference of all gradients, also below the tolerance."""
 
     @property
     def same(self) -> bool:
@@ -234,10 +235,11 @@ def compare_step(
     uses: Sequence[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> StepDifferences:
-    """Compare. `tolerance` 0 asks for equal bits; otherwise max |a - b| / max |a| of a gradient may be as large.
+    """Compare two runs' steps; returns the differences. `tolerance` 0 asks for equal bits; otherwise max |a - b| / max
+    |a| of a gradient may be as large as it.
 
     `place_of` gives a parameter's stage and its number in the order of forwards. `messages`: whether both runs have the
-    same stages; `uses`: names of one shared parameter, its owner first. One gradient and a part of it are in memory.
+    same stages; `uses`: names of one shared parameter, its owner first. Holds one gradient and a part of it.
     """
     ours, theirs = first.step.shapes.items(), second.step.shapes.items()
     different, equal, largest = [], 0, 0.0
@@ -252,12 +254,12 @@ def compare_step(
     action = _first_action(first, second, tolerance) if messages else None
     different.sort(key=lambda each: place_of(each.name), reverse=True)
     missing = sorted(dict(ours ^ theirs), key=in_order)
-    unlike = [use for name, side in (("A", first), ("B", second)) for use in _unlike(name, side.step, uses)]
+    unlike = [use for name, side in (("A", first), ("B", second)) for use in _unequal_uses(name, side.step, uses)]
     return StepDifferences(action, different, equal, missing, unlike, largest)
 
 
-def _unlike(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """The uses of a shared parameter whose gradient is not the sum over all uses, which the owner got."""
+def _unequal_uses(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (run, use, owner) for uses of a shared parameter whose kept gradient is not the owner's, their sum."""
     owner, *others = [name for name in uses if name in step.parts] or [""]
     for name in others:
         if np.any(_apart(step.whole(owner), step.whole(name))):
@@ -265,8 +267,8 @@ def _unlike(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str
 
 
 def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, stage: int) -> ParameterDifference:
-    """Compare a parameter's gradient, whole in `first`, with its parts in `second`. `tolerance` is relative to the
-    largest absolute value in `first`."""
+    """Compare a parameter's gradient, whole in `first`, with its parts in `second`; returns the difference. `tolerance`
+    is relative to the largest absolute value in `first`."""
     whole = first.whole(name)
     scale = float(np.max(np.abs(whole.astype(np.float64)), initial=0.0))
     parts = second.parts[name]
@@ -286,7 +288,7 @@ def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, s
 
 
 def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
-    """|a - b| by element; 0 if the two have the same bits, infinite if they differ and either is not a number."""
+    """Return |a - b| by element: 0 where the bits are equal, infinite where they differ and either is nan."""
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(a - b)
@@ -294,7 +296,7 @@ def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _first_action(first: Side, second: Side, tolerance: float) -> ActionDifference | None:
-    """The first one along the way of a microbatch: forwards from stage 0 on, then backwards from the last stage on."""
+    """Return the first differing message of a microbatch: forwards from stage 0, then backwards from the last stage."""
     ours, theirs = first.handed(), second.handed()
     different = []
     for key in ours.keys() & theirs.keys():
@@ -316,11 +318,11 @@ def _order(key: tuple[bool, int, int]) -> tuple[bool, int, int]:
 def _handed_apart(
     key: tuple[bool, int, int], one: tuple[Side, list[Handed]], other: tuple[Side, list[Handed]], tolerance: float
 ) -> float | None:
-    """The relative difference of the norms if two messages differ; None if they do not."""
+    """Return the relative difference of the norms if two messages differ; None if they do not."""
     (a, ours), (b, theirs) = one, other
     if not tolerance and [each.bits for each in ours] == [each.bits for each in theirs]:
         return None
-    squares = [sum(each.squares for each in of) / side.copies(*key[:2]) for side, of in ((a, ours), (b, theirs))]
+    squares = [sum(each.squares for each in seen) / side.copies(*key[:2]) for side, seen in ((a, ours), (b, theirs))]
     apart = abs(squares[0] - squares[1])
     if tolerance and apart <= _OF_SQUARES * tolerance * squares[0]:
         return None

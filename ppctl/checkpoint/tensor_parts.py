@@ -1,4 +1,4 @@
-"""Parts of tensors without their values: their names, which ranks hold each, which of them writes it, where it lies."""
+"""Parts of tensors without their values: their names, where they lie in memory, which ranks hold and write each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = {
 """torch's name -> safetensors' name, bytes of an element."""
 
 Values = Callable[[int], memoryview]
-"""Returns the bytes of a rank's part, by its number."""
+"""A function that returns the bytes of a rank's part by the part's number."""
 
 
 class TensorPart(NamedTuple):
@@ -71,7 +71,8 @@ def in_order(name: str) -> list[tuple[int, str]]:
 
 
 def ranges(names: Iterable[str]) -> list[str]:
-    """Names, one line for all that differ in their first number only: `model.layers.{4-7,9}.attention.wq.weight`."""
+    """Return names, one line for all that differ only in their first number:
+    `model.layers.{4-7,9}.attention.wq.weight`."""
     groups: dict[tuple[str, str], list[int]] = {}
     plain: list[str] = []
     for name in names:
@@ -88,7 +89,7 @@ def _braced(numbers: set[int]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[str]:
-    """The runs of numbers, in order: `4-7`, `9`."""
+    """Return the numbers as ranges, in order: `4-7`, `9`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -115,7 +116,7 @@ def places(parts: Sequence[TensorPart]) -> list[tuple[int, int]]:
 
 
 def size_of(parts: Sequence[TensorPart]) -> int:
-    """Return the number of bytes of that memory; never 0."""
+    """Return the number of bytes of a rank's memory for these parts; never 0."""
     where = places(parts)
     return max(where[-1][1] if where else 0, 1)
 
@@ -130,22 +131,22 @@ def values_in(memory: memoryview, parts: Sequence[TensorPart]) -> Values:
 
 
 class Writers(NamedTuple):
-    """The ranks that write, and the ranks that hold, each part."""
+    """The rank that writes, and the ranks that hold, each part."""
 
     own: tuple[bytes, ...]
     """For each rank: for each of its parts, in order, 1 if it writes it."""
     holders: dict[TensorPart, list[tuple[int, int]]]
-    """For each part: (rank, number of the part on it) of all that hold it, the writer first."""
+    """For each part: (rank, number of the part on that rank) of all ranks that hold it, the writer first."""
 
 
 class _PartColumns(NamedTuple):
-    """Parts as they travel: three lists in place of a record for each, and what many have in common once."""
+    """Parts as bytes encode them: three lists in place of a record for each, and what parts share only once."""
 
     names: list[str]
     kinds: list[tuple[tuple[int, ...], str, Box]]
     """Whole shapes, dtypes and boxes."""
     kind_of: list[int]
-    """For each part the number of its kind."""
+    """For each part the number of its kind in `kinds`."""
 
 
 _MOST = 2**28
@@ -160,7 +161,7 @@ def packed_parts(parts: Sequence[TensorPart]) -> bytes:
 
 
 def parts_of(data: bytes) -> list[TensorPart]:
-    """Return the parts that `packed_parts` made these bytes of. Raises Malformed."""
+    """Return the parts from bytes of `packed_parts`. Raises Malformed."""
     try:
         columns: _PartColumns = wire.unpacked(_PartColumns, decompressobj().decompress(data, _MOST))
         return [TensorPart(name, *columns.kinds[n]) for name, n in zip(columns.names, columns.kind_of, strict=True)]
@@ -169,11 +170,10 @@ def parts_of(data: bytes) -> list[TensorPart]:
 
 
 def choose_writers(held: Sequence[Sequence[TensorPart]]) -> Writers:
-    """Choose the rank that writes each part, over all ranks' parts in rank order: the least loaded of its holders.
-
-    The largest parts are given away first; equal ones in the order of their names, to the lowest of equal ranks, so
-    that the same parts always give the same writers. Raises CheckpointError if parts of one tensor do not fit
-    together, or are not all of it.
+    """Choose the rank that writes each part, over all ranks' parts in rank order: the least loaded of its holders. The
+    largest parts are given away first; equal ones in the order of their names, to the lowest of equal ranks, so that
+    the same parts always give the same writers. Raises CheckpointError if parts of a tensor overlap or leave something
+    out.
     """
     holders: dict[TensorPart, list[tuple[int, int]]] = {}
     for rank, parts in enumerate(held):
@@ -191,7 +191,7 @@ def choose_writers(held: Sequence[Sequence[TensorPart]]) -> Writers:
 
 
 def check_tensors(parts: Iterable[TensorPart]) -> None:
-    """Raise CheckpointError (PP-E506) unless different parts make up every tensor, each element once."""
+    """Raise CheckpointError (PP-E506) unless different parts cover each element of every tensor exactly once."""
     tensors: dict[str, list[TensorPart]] = {}
     for part in parts:
         tensors.setdefault(part.name, []).append(part)
@@ -209,8 +209,8 @@ def check_tensors(parts: Iterable[TensorPart]) -> None:
 
 
 def check_copies(writers: Writers, digests: Sequence[Sequence[str]]) -> None:
-    """Raise CheckpointError (PP-E504), which names all tensors whose copies differ, by the `digests` of all parts of
-    all ranks in their order."""
+    """Raise CheckpointError (PP-E504) naming all tensors whose copies differ. `digests` has, for each rank, the digests
+    of its parts in order."""
     unequal: dict[tuple[int, ...], set[str]] = {}
     for part, holders in writers.holders.items():
         if len({digests[rank][number] for rank, number in holders}) > 1:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete, is what was written, and holds what somebody needs; torch-free, for login nodes."""
+"""Whether a checkpoint is complete and undamaged, and fits a run; torch-free, for login nodes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.runs.checkpoint_folder import STATE
 
 Kind = tuple[tuple[int, ...], str]
-"""Whole shape, and dtype by torch's name."""
+"""A tensor's whole shape, and its dtype by torch's name."""
 
 _MOST_DAMAGED = 100
-"""Files that are named as damaged; the others are not looked at."""
+"""The most damaged files that are named; then no further files are checked."""
 
 READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
-"""Fields of `data` that decide what files mean, kept in a checkpoint's state after `data_`."""
+"""Fields of `data` that decide how files are read, in a checkpoint's state with the prefix `data_`."""
 
 
 class Verified(NamedTuple):
@@ -41,10 +41,10 @@ def examine(
     values: bool = True,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Verified:
-    """Look at everything (without `values`: at sizes, headers and the manifest's seal), and collect what is wrong.
+    """Check everything (without `values`: sizes, headers and the manifest's digest); returns all that is wrong.
 
     `progress` is called with the number of bytes of values that were read. Raises CheckpointError if the manifest
-    cannot be read, OSError if the disk cannot.
+    cannot be read, OSError if the disk fails.
     """
     manifest = manifest or read_manifest(path)
     problems: list[Problem] = []
@@ -76,8 +76,8 @@ def bytes_of_values(manifest: Manifest) -> int:
 
 
 def misfits(path: Path, manifest: Manifest, wanted: Mapping[str, Collection[Kind]]) -> list[Problem]:
-    """Differences between the tensors of a checkpoint and those of a model, in both directions (PP-E502). `wanted` are
-    the kinds as which ranks hold each: one, if they agree."""
+    """Return the differences between a checkpoint's tensors and a model's, in both directions (PP-E502). `wanted` has,
+    for each name, the kinds that ranks hold: one if they agree."""
     problems = []
     if missing := wanted.keys() - manifest.tensors.keys():
         problems.append(_misfit(path, "lacks tensors of this model", ranges(missing)))
@@ -100,24 +100,24 @@ def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
 
 _CODE = ("implementation", "hf_overrides")
 _SOURCE = ("from_", "transformers", *_CODE)
-"""Fields of a model that are no sizes: where it comes from."""
+"""Fields of a model that say where it comes from, and are no sizes."""
 
 
-def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
-    """The problems; if tensors do not fit, with the keys that give a model `here` the sizes that were `saved`. A model
-    whose code is transformers' has them from its directory, and refuses them as keys."""
+def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems; if tensors do not fit, with the keys that give the model of `here` the sizes of `saved`. A
+    model whose code is transformers' has its sizes from its directory, and gets no keys."""
     if saved.get("transformers") is not None:
-        wanted = {"from": saved["from_"]} | {key: saved[key] for key in _CODE if saved[key] != here.get(key)}
+        wanted = {"from": saved["from_"]} | {key: saved[key] for key in _CODE if saved[key] != own.get(key)}
     else:
-        wanted = {"from": None} if here.get("transformers") is not None else {}
-        wanted |= {key: each for key, each in saved.items() if key not in _SOURCE and here.get(key) != each}
+        wanted = {"from": None} if own.get("transformers") is not None else {}
+        wanted |= {key: each for key, each in saved.items() if key not in _SOURCE and own.get(key) != each}
     remedy = " ".join(as_typed(f"model.{key}", value) for key, value in wanted.items())
     return [replace(each, remedy=remedy) if remedy and each.code == "PP-E502" else each for each in problems]
 
 
 def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: str | None) -> list[Problem]:
-    """Why the position in the data in a checkpoint's `state` means nothing to a run with this config. `digest` is that
-    of the run's data; None if nobody has looked."""
+    """Return why the position in the data in a checkpoint's `state` means nothing to a run with this config. `digest`
+    is of the run's data; None if the data have not been read."""
     now = {"seq_length": config.data.seq_length, "seed": config.train.seed, "data_digest": digest}
     message = "the checkpoint's position in the data means nothing here: {} was {} and is {}"
     return [*_outgrown(path, state, config)] + [
@@ -128,7 +128,7 @@ def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: s
 
 
 def _outgrown(path: Path, state: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
-    """Another size of the batch at this position than the plan has, which follows a growing batch from step 0."""
+    """Yield the problem of a growing batch that had another size at this position than the plan has from step 0 on."""
     step, consumed = state.get("step", 0), state.get("consumed_samples", 0)
     if not as_from_the_start(config.train, step, consumed):
         would = BatchSizes.of(config.train).position(step)
@@ -140,15 +140,15 @@ def _outgrown(path: Path, state: Mapping[str, Any], config: RunConfig) -> Iterat
 
 
 def _restoring(key: str, state: Mapping[str, Any], config: RunConfig) -> str:
-    """The remedy that gives the run the data of the checkpoint again."""
+    """Return the remedy that gives the run the checkpoint's data again."""
     if key != "data_digest":
         return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
     data = config.data
-    here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
-    here |= {name: getattr(data, name) for name in READ_AS}
+    own = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
+    own |= {name: getattr(data, name) for name in READ_AS}
     named = {key: f"data_{key}" for key in ("path", *READ_AS)}
-    saved = {key: state.get(named.get(key, key), value) for key, value in here.items()}
-    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
+    saved = {key: state.get(named.get(key, key), value) for key, value in own.items()}
+    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != own[key]]
     if changed:
         return " ".join(changed)
     return "put back the files that the checkpoint was trained on: they have changed"

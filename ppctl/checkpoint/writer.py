@@ -1,10 +1,11 @@
 """The writer of a node: a process without torch that hashes, writes and commits what its ranks have copied for it.
 
-    python -m ppctl.checkpoint.writer SOCKET PARENT     started by the node's first rank, before it uses a GPU
+python -m ppctl.checkpoint.writer SOCKET PARENT started by the node's first rank, before it uses a GPU
 
-A rank connects, and hands over the memory that its copies lie in: a file without a name, so that nothing is left in
-/dev/shm however the processes end. Then it asks for functions of `disk`, one at a time; each rank has a thread here.
-The writer ends with its last connection, or when the rank that started it dies. If it dies itself, ranks do its work.
+A rank connects, and passes the memory that its copies lie in: a file without a name, so that nothing is left in
+/dev/shm however the processes end. Then it asks for functions of `disk`, one at a time; the writer has a thread for
+each rank. The writer ends with its last connection, or when the rank that started it dies. If the writer dies, ranks do
+its work.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from ppctl.runs import fence
 R = TypeVar("R")
 
 _HELLO = struct.Struct("<qq")
-"""The rank, and the bytes of its memory, whose descriptor comes along."""
+"""A rank, and the bytes of its memory; the memory's descriptor is sent along."""
 _LOOK = 5.0
-"""Seconds between looks whether the parent is alive, if the kernel does not say it."""
+"""Seconds between checks that the parent is alive, where the kernel does not report its death."""
 _PATIENCE = 60.0
 """Seconds that the other end has to prove itself: a host may be busy when a run begins."""
 _NICE = 5
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""They ask ranks to save and leave: whoever sends them to all processes of a job means the ranks."""
+"""Signals that ask ranks to save and leave. Ignored here, because schedulers send them to all processes of a job."""
 
 
 class WriterAddress(NamedTuple):
-    """The name of a node's writer (empty: there is none), and the key by which it and the ranks know each other."""
+    """The name of a node's writer (empty: none), and the key by which writer and ranks recognise each other."""
 
     name: str = ""
     key: bytes = b""
@@ -59,27 +60,27 @@ NO_WRITER = WriterAddress()
 
 
 class WriterProcess:
-    """The writer of this node, as the rank sees it that starts it. Raises OSError if it cannot be started."""
+    """The writer's process, for the rank that starts it. Raises OSError if it cannot be started."""
 
     def __init__(self, key: bytes = b"") -> None:
         self.address = WriterAddress(f"ppctl-writer-{os.getpid()}-{secrets.token_hex(8)}", key)
         with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(f"\0{self.address.name}")  # in no directory: gone with the processes
+            listening.bind(f"\0{self.address.name}")  # an abstract address, gone with the processes
             listening.listen(socket.SOMAXCONN)  # ranks can connect from now on
             command = [*python("ppctl.checkpoint.writer"), str(listening.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(
                 command, pass_fds=[listening.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
             )
         assert self.process.stdin is not None
-        with self.process.stdin as key_pipe, suppress(BrokenPipeError):  # ranks will find that it has gone
+        with self.process.stdin as key_pipe, suppress(BrokenPipeError):  # ranks will notice that the writer has gone
             key_pipe.write(key)
 
 
 class NodeWriter:
-    """The writer at `address` as a rank uses it, over the shared memory `descriptor` of `size` bytes.
+    """A rank's connection to the writer at `address`, with the shared memory `descriptor` of `size` bytes.
 
-    If the writer is lost, or it is another user's, `warn` gets a problem (PP-E510) once, and from then on this
-    process does the work itself, beginning with the call in which it was lost.
+    If the writer is lost, or is another user's, `warn` gets a problem (PP-E510) once, and this process does the work
+    itself, beginning with the call in which the writer was lost.
     """
 
     def __init__(
@@ -100,13 +101,13 @@ class NodeWriter:
             self._lose(error)
 
     def do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
-        """Call a function of `disk.WORK`; `what` names the work in messages, as an infinitive. Raises CheckpointError
-        if it fails in the writer, and what the function raises if this process calls it."""
+        """Return the result of a function of `disk.WORK`; `what` names the work in messages, as an infinitive. Raises
+        CheckpointError if the function fails in the writer, and the function's errors if this process calls it."""
         if self._connection is not None:
             number = disk.WORK.index(work.__name__)
             kinds = _CALLS[number]
             try:
-                # `write` has one more, its values, which are for this process.
+                # `write` has one argument more, the values, for this process alone.
                 call = wire.packed(kinds, (what, *arguments)[: len(get_args(kinds))])
                 self._connection.send_bytes(bytes([number]) + call)
                 failed, value = _receive(self._connection, (_RESULTS[number], _PROBLEMS))
@@ -122,9 +123,9 @@ class NodeWriter:
         return work(*arguments)
 
     def close(self) -> None:
-        """Close the connection to the writer: no call follows."""
+        """Close the connection to the writer; no call may follow."""
         if self._connection is not None:
-            with suppress(OSError):  # what did not reach it is lost with it
+            with suppress(OSError):  # unsent messages are lost with the writer
                 self._connection.close()
             self._connection = None
 
@@ -138,16 +139,16 @@ class NodeWriter:
         self._warn(Problem("PP-E510", message, f"{see}; the run goes on, and the rank writes by itself"))
 
 
-# What both sides send: messages, of a byte that says which of several kinds the value has, and the value
+# Messages of both sides: a byte with the number of the value's kind, then the value
 
 
 _MOST = 2**31
-"""Bytes of a message: 2 GiB. The longest holds what all ranks hold and have written, of 2,048 ranks about 30 MiB."""
+"""The most bytes of a message: 2 GiB. The longest has all ranks' parts and reports, about 30 MiB for 2,048 ranks."""
 _PROBLEMS = tuple[Problem, ...]
 
 
 def _kinds_of(name: str) -> tuple[Any, Any]:
-    """Return the annotations of what a call sends, `what` first, and of its result."""
+    """Return the annotations of the arguments that a call sends, `what` first, and of its result."""
     hints = get_type_hints(getattr(disk, name))
     result = hints.pop("return")
     return tuple.__class_getitem__((str, *(kind for kind in hints.values() if kind != Values))), result
@@ -164,7 +165,7 @@ class _Stranger(PermissionError):
 
 
 def _refuse_strangers(connected: socket.socket) -> None:
-    """Close, and raise _Stranger, unless this user's process is at the other end: the address has no permissions."""
+    """Close, and raise _Stranger, unless the other end is this user's: an abstract address has no permissions."""
     _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.geteuid():
         connected.close()
@@ -172,8 +173,8 @@ def _refuse_strangers(connected: socket.socket) -> None:
 
 
 def prove(connected: socket.socket, key: bytes, own: bytes, other: bytes) -> None:
-    """Show that this end knows the key, and raise PermissionError unless the other one does. The kernel's answer is not
-    enough: in containers that share a network, all users may have the same number."""
+    """Show that this end knows the key, and raise PermissionError unless the other end does. The user's number is not
+    enough: in containers that share a network, all users may have the same."""
     drawn = secrets.token_bytes(32)
     connected.settimeout(_PATIENCE)
     connected.sendall(drawn)
@@ -185,9 +186,9 @@ def prove(connected: socket.socket, key: bytes, own: bytes, other: bytes) -> Non
     connected.settimeout(None)
 
 
-def _receive(of: Connection, kinds: Sequence[Any]) -> tuple[int, Any]:
-    """Wait for a message: which of the kinds it is of, and its value. Raises EOFError, OSError and Malformed."""
-    message = of.recv_bytes(_MOST)
+def _receive(connection: Connection, kinds: Sequence[Any]) -> tuple[int, Any]:
+    """Wait for a message; returns the number of its kind, and its value. Raises EOFError, OSError and Malformed."""
+    message = connection.recv_bytes(_MOST)
     if not message or message[0] >= len(kinds):
         raise wire.Malformed(f"a message of kind {message[:1]!r}")
     return message[0], wire.unpacked(kinds[message[0]], message[1:])
@@ -197,7 +198,7 @@ def _receive(of: Connection, kinds: Sequence[Any]) -> tuple[int, Any]:
 
 
 class _Connections:
-    """The number of open connections: the process ends when the last one closes after a rank has been served."""
+    """The number of open connections. The process ends when a rank has been served and the last connection closes."""
 
     def __init__(self) -> None:
         self._lock, self._count, self.has_served = Lock(), 0, False
@@ -237,7 +238,7 @@ def main() -> NoReturn:
 
 
 def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> None:
-    """Make the calls that a rank sends, until the rank has gone or sends something that is no call."""
+    """Make the calls that a rank sends, until the rank disconnects or sends something else than a call."""
     try:
         with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
             prove(connected, key, b"writer", b"rank")
@@ -256,8 +257,8 @@ def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> N
 
 
 def _answer(asking: Connection, rank: int, memory: memoryview) -> NoReturn:
-    """Serve one rank for ever: a call of `disk`, then its result (0) or its problems (1). Ends only by an exception of
-    the connection."""
+    """Serve one rank: receive a call of `disk`, send its result (0) or its problems (1), and so on. Ends only by an
+    exception of the connection."""
     while True:
         number, (what, *arguments) = _receive(asking, _CALLS)
         try:

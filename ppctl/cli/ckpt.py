@@ -1,6 +1,6 @@
 """`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
-What makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
+Commands that make new weights start `python -m ppctl.pretrained.command`, which prints its own problems.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one action. Exit codes: 0 done; 1 for `diff` if something differs; 2 usage, a wrong family or output
-    directory, a run that is going on; 3 a checkpoint that is missing, damaged or does not fit.
+    directory, a run that has not ended; 3 a checkpoint that is missing, damaged or does not fit.
     """
     try:
         return _ACTIONS[args.action](args)
     except OSError as error:
-        if error.filename is None:  # of a stream, such as a closed standard output
+        if error.filename is None:  # an error of a stream, such as a closed standard output
             raise
         raise checkpoint_folder.unreadable(Path(error.filename), error) from error
 
@@ -125,6 +125,7 @@ def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    """Print what is damaged in a checkpoint, or does not fit the overrides; returns the exit code."""
     wanted = None if args.overrides is None else _planned_config(args.overrides)
     path = find_checkpoint(args.path, args.dir, "ckpt verify")
     manifest = read_manifest(path)
@@ -155,18 +156,19 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
-    """Why a run with this config cannot load the checkpoint (one of weights alone: as its first ones), and after how
-    many samples it would go on, if that is known. Whether the data are the same is seen when the run reads them."""
+    """(why a run with this config cannot load the checkpoint, after how many samples it would go on if that is known).
+    A checkpoint of weights alone is checked as a run's first weights. Whether data changed is not checked."""
     from ppctl.launch.weights import checkpoint_tensors
 
     try:
         state = run_state(path, manifest)
     except CheckpointError:
-        return [], None  # it is among what is wrong with the files
+        return [], None  # the problem is among those of the files
     only = bool(state.get("weights_only"))
     kinds = {name: {kind} for name, kind in checkpoint_tensors(config, optimizer=not only).items()}
     for name in kinds.keys() & manifest.tensors.keys() if only else ():
-        kinds[name] = {(shape, manifest.tensors[name].dtype) for shape, _ in kinds[name]}  # to which values are cast
+        # values are cast to the saved dtype
+        kinds[name] = {(shape, manifest.tensors[name].dtype) for shape, _ in kinds[name]}
     problems = with_sizes(misfits(path, manifest, kinds), state.get("model", {}), asdict(config.model))
     return problems + ([] if only else misplaced(path, state, config, None)), state.get("consumed_samples")
 
@@ -185,6 +187,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    """Delete the checkpoints that are not to be kept, and print them; returns the exit code."""
     folder = _folder(args.path, args.dir, args.typed)
     if folder is None:
         message = f"{args.path} is a single checkpoint, not a run or a directory of checkpoints"
@@ -216,8 +219,8 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
-    """The newest good checkpoint, and the one that a start goes on from: they stay whatever `--keep` says.
-    Raises CheckpointError (PP-E530) if no checkpoint is good."""
+    """Return the newest undamaged checkpoint, and the checkpoint from which a start goes on, which no `--keep` deletes.
+    Raises CheckpointError (PP-E530) if all are damaged."""
     for path in reversed(checkpoints):
         try:
             if not examine(path, values=False).problems:
@@ -264,7 +267,7 @@ def _average(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    """Make a checkpoint of other programs' weights."""
+    """Make a checkpoint from other programs' weights."""
     name, source = _format(args)
     options = ["--format", name, *["--no-mtp"] * args.no_mtp]
     if name != "hf":
@@ -277,13 +280,13 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
-    """The model of a Hugging Face directory whose code is transformers'; None of one that ppctl's own blocks build.
-    `words` may say whose code it is and set fields of its config.json; others are refused (PP-E105)."""
+    """The model of a Hugging Face directory if transformers' code builds it; None if ppctl's own blocks do. `words` may
+    choose the code and set fields of config.json. Raises ConfigError (PP-E105) for other words."""
     from ppctl.config.keys import keys
     from ppctl.config.schema import ModelConfig
     from ppctl.launch.weights import model_values
 
-    read_config_file(Path(source))  # `model.from` may be a checkpoint, which is no model directory
+    read_config_file(Path(source))  # a checkpoint, which `model.from` may also be, is refused here
     implementation, overrides = "auto", dict[str, str]()
     for word in words:
         key, equals, value = word.partition("=")
@@ -313,13 +316,13 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 
 def _convert(action: str, *words: object) -> int:
-    """Start what converts: its sources, the output, then options."""
+    """Start the process that converts, with its sources, the output and options; returns its exit code."""
     command = [*python("ppctl.pretrained.command"), action, *map(str, words)]
     return subprocess.run(command, check=False).returncode
 
 
 def _planned_config(words: Sequence[str]) -> RunConfig:
-    """The config that these overrides make. Raises ConfigError with all problems of its plan but those of memory."""
+    """The config that these overrides make. Raises ConfigError with all problems of its plan except memory problems."""
     from ppctl.launch.planning import planned, without_memory
 
     parser = argparse.ArgumentParser(prog="ppctl ckpt verify PATH --for", add_help=False, allow_abbrev=False)

@@ -44,7 +44,7 @@ def contents(path: Path) -> dict[str, Any]:
         entry["dtypes"] = sorted({*entry["dtypes"], record.dtype})
     run = RunDir(path.parent.parent)
     sizes, model = state.get("parallel", {}), state.get("model", {})
-    # For a model whose code is transformers', the numbers that its plan knows.
+    # For a model of transformers, the numbers that its plan knows.
     known = _MODEL if model.get("transformers") is None else ("num_layers", "hidden_size", "vocab_size")
     position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
     return {
@@ -126,7 +126,7 @@ def _tensors(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def brief(path: Path) -> dict[str, Any]:
-    """A checkpoint in a list: its size, when it was written, and what is wrong at first sight."""
+    """A checkpoint's entry in a list: its size, when it was written, and problems that show without reading values."""
     entry: dict[str, Any] = {"name": path.name, "step": checkpoint_folder.step_of(path)}
     entry |= {"bytes": None, "written": None, "fault": None, "eval_loss": checkpoint_folder.eval_loss(path)}
     try:
@@ -141,7 +141,7 @@ def brief(path: Path) -> dict[str, Any]:
 
 
 def listing(folder: Path) -> dict[str, Any]:
-    """The checkpoints of a directory, by step, and the one that a start goes on from."""
+    """A directory's checkpoints, by step, and the checkpoint from which a start goes on."""
     last, best = checkpoint_folder.find(folder), checkpoint_folder.best(checkpoint_folder.complete(folder))
     checkpoints = sorted(checkpoint_folder.kept(folder), key=lambda path: (checkpoint_folder.step_of(path), path.name))
     return {

@@ -19,12 +19,12 @@ from ppctl.schedule.drawings import filled
 
 _PAGE = Path(__file__).with_name("curves.html")
 CURVES = {"loss": "loss", "grad_norm": "grad norm", "tokens_per_s": "tokens/s"}
-"""A figure of a step -> what it is called."""
+"""A figure of a step -> its title."""
 _LONGEST_VALUE = 24
 _MOST_POINTS = 4000
-"""Points of one run's curve on a page."""
+"""The most points of one run's curve on a page."""
 _NOT_ITS_OWN = ("log.name", "log.dir", "checkpoint.resume", "pipeline.pp_microbatch_size")
-"""Keys that name no run: where it is, where its last start went on from, and second names of other keys."""
+"""Keys that do not tell runs apart: paths, where the last start went on from, and second names of other keys."""
 
 
 def letters(count: int) -> list[str]:
@@ -50,7 +50,7 @@ def labels(values: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def comparison(runs: Sequence[RunDir]) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """(the differences and results of runs, each run's records by step); the first is what `--json` prints.
+    """(the differences and results of runs, which `--json` prints; each run's records by step).
 
     `keys` has a key's value in every run, `steps` the steps that all have done; `tokens_per_s` is each run's median.
     Raises ConfigError (PP-E611) if a config cannot be read.
@@ -74,7 +74,7 @@ def comparison(runs: Sequence[RunDir]) -> tuple[dict[str, Any], list[list[dict[s
         "loss": last("loss"),
         "eval_loss": last("eval_loss"),
         "tokens_per_s": [median(speed) if speed else None for speed in speeds],
-        "steps": [{"step": n, **{key: [of[n].get(key) for of in metrics] for key in ("loss", "tokens_per_s")}}
+        "steps": [{"step": n, **{key: [by_step[n].get(key) for by_step in metrics] for key in ("loss", "tokens_per_s")}}
                   for n in common],
     }  # fmt: skip
     return compared, [[records[step] for step in sorted(records)] for records in metrics]
@@ -92,7 +92,7 @@ def comparison_text(compared: Mapping[str, Any], records: Sequence[Sequence[Mapp
 
 
 def results(compared: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of how far each run came and with what."""
+    """The rows of the table of results: each run's steps, losses and speed."""
     rows = [("step", "done", ",d"), ("loss", "loss", ".4f"), ("held out", "eval_loss", ".4f")]
     rows.append(("tokens/s", "tokens_per_s", ",.0f"))
     shown = [[name, *(_figure(value, form) for value in compared[key])] for name, key, form in rows]
@@ -104,7 +104,7 @@ def _figure(value: Any, form: str) -> str:
 
 
 def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> Iterator[str]:
-    """A column per run, of more than three runs a row; values that are too long for it, as paths are, stand below."""
+    """A table with a column per run, or for more than three with a row. Values too long for a column stand below."""
     rows = [[name, *map(value_text, row)] for name, row in compared["keys"].items()]
     room = _LONGEST_VALUE
     if len(names) < 4 and rows:
@@ -118,7 +118,7 @@ def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> I
 
 
 def _curves(records: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str], columns: int) -> Iterator[str]:
-    """A line per run and figure; all of a figure have one scale, and as many columns as they have done steps."""
+    """A line per run and figure. The lines of one figure have one scale, and are as long as the run has done steps."""
     steps = max((run[-1]["step"] for run in records if run), default=0) or 1
     for key, name in CURVES.items():
         values = [[math.nan if record.get(key) is None else record[key] for record in run] for run in records]
@@ -128,8 +128,8 @@ def _curves(records: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str]
         form = ",.0f" if key == "tokens_per_s" else ".4f"
         ends = [[_figure(run[at].get(key) if run else None, form) for run in records] for at in (0, -1)]
         room = columns - max(len(name), 2) - sum(max(5, *map(len, end)) + 2 for end in ends) - 2
-        wide = [max(1, room * run[-1]["step"] // steps) if run else 0 for run in records]
-        drawn = [curve(run, at_most, bounds) for run, at_most in zip(values, wide, strict=True)]
+        widths = [max(1, room * run[-1]["step"] // steps) if run else 0 for run in records]
+        drawn = [curve(run, at_most, bounds) for run, at_most in zip(values, widths, strict=True)]
         rows = zip(names, *ends, drawn, strict=True)
         yield aligned([(name, "first", "last", ""), *rows], 3) + "\n"
 

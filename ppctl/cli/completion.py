@@ -1,7 +1,7 @@
 """`ppctl completion bash | zsh | fish`: the script that lets a shell complete commands, keys, recipes, runs and codes.
 
-The scripts only ask `ppctl completion words -- WORD ...` what may stand in place of the last word. Imports no torch, no
-Hydra, no rich and no yaml, because a person waits for the answer; only flags need the module of their command.
+The scripts ask `ppctl completion words -- WORD ...` what may stand in place of the last word. Imports no torch, Hydra,
+rich or yaml, because a person waits for the answer; only flags need the module of their command.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ppctl.runs.finding import list_runs
 from ppctl.schedule.policies import POLICIES
 
 Word = tuple[str, str]
-"""A completion, and a line about it; no blank follows one that ends with `=`."""
+"""A completion, and a line about it; no blank follows a completion that ends with `=`."""
 
 _FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer", "--html", "--template")
-"""Flags after which a file or a directory stands, which shells complete by themselves."""
+"""Flags followed by a file or a directory, which shells complete by themselves."""
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -67,7 +67,7 @@ def candidates(words: Sequence[str]) -> list[Word]:
 
 
 def _takes_keys(before: Sequence[str], word: str) -> bool:
-    """Whether KEY=VALUE may stand here: not where a run does, and after `ckpt verify RUN --for`."""
+    """Whether KEY=VALUE may stand here: not in place of a run, but after `ckpt verify RUN --for`."""
     if front_door.COMMANDS[before[0]].overrides:
         return "=" in word or len(before) > 1 or before[0] != "resume"
     return "--for" in before
@@ -134,7 +134,7 @@ _OF_A_RUN = ("resume", "generate", "status", "logs", "cancel", "requeue")
 
 
 def _arguments(command: str, *after: str) -> Iterator[Word]:
-    """Completions of a command's words that are no keys and no flags."""
+    """Completions of a command's words other than keys and flags."""
     if not after and command in _ACTIONS:
         yield from ((name, "") for name in _ACTIONS[command])
     elif command == "explain":

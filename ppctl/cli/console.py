@@ -29,15 +29,15 @@ PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
 _WIDEST_DRAWING = 1000
 UNFOLDED = sys.maxsize
-"""Columns of lines of words that go into a pipe: what reads them takes them line by line."""
+"""Columns of prose that goes into a pipe: programs read it line by line, unwrapped."""
 
 
 class VisibleText:
-    """A stream that shows control characters as escapes: what a command prints may be text of anybody's file."""
+    """A stream that shows control characters as escapes: printed text may come from anybody's file."""
 
     def __init__(self, below: TextIO) -> None:
         self.below = below
-        """Where drawings go, whose control characters are ours."""
+        """The stream for drawings, whose control characters are ours."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.below, name)
@@ -52,14 +52,14 @@ def _below(stream: TextIO) -> TextIO:
 
 
 def overwrite(text: str) -> None:
-    """Show one line on stderr, a terminal; what is printed next takes its place."""
+    """Show one line on stderr, a terminal; the next output overwrites it."""
     shown = visible(text, "")[: shutil.get_terminal_size().columns - 1]
     print(f"\r\033[K{shown}\r", end="", file=_below(sys.stderr), flush=True)
 
 
 def note(text: str) -> None:
-    """Print on stderr what is not the result. On a terminal lines are wrapped between words, except indented lines,
-    which a user may paste."""
+    """Print a text on stderr that is not the result. On a terminal lines are wrapped between words, except indented
+    lines, which a user may paste."""
     if sys.stderr.isatty():
         text = _unless_indented(text, shutil.get_terminal_size().columns)
     print(visible(text), file=sys.stderr, flush=True)  # looked up at each call: rich replaces it while it draws
@@ -71,7 +71,7 @@ def _unless_indented(text: str, columns: int) -> str:
 
 def print_problems(problems: Iterable[Problem]) -> None:
     """Print each problem once on stderr. On a terminal the lines of its place are wrapped between words, except
-    indented ones and those above a caret. The remedy, which a user may paste, is not wrapped."""
+    indented lines and lines above a caret. The remedy, which a user may paste, is not wrapped."""
     for problem in dict.fromkeys(problems):
         place = problem.place
         if sys.stderr.isatty() and "^" not in place:
@@ -85,7 +85,7 @@ def is_live() -> bool:
 
 
 def width(piped: int = PIPE_WIDTH) -> int:
-    """The columns of the terminal; if stdout is none, of COLUMNS, or else `piped`. Words stay UNFOLDED there."""
+    """The terminal's columns; if stdout is no terminal, $COLUMNS, or else `piped`."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         piped = shutil.get_terminal_size().columns
@@ -99,13 +99,13 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = _below(sys.stderr if stderr else sys.stdout)
-    wide = None if stream.isatty() else PIPE_WIDTH
-    return Console(file=stream, width=wide, highlight=False, soft_wrap=not stream.isatty())
+    columns = None if stream.isatty() else PIPE_WIDTH
+    return Console(file=stream, width=columns, highlight=False, soft_wrap=not stream.isatty())
 
 
 @contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with each number of bytes done; their sum is drawn as a bar if stderr is a terminal."""
+    """Yield a function to call with numbers of bytes done; the sum is drawn as a bar if stderr is a terminal."""
     if not sys.stderr.isatty() or not total:
         yield lambda size: None
         return
@@ -137,7 +137,7 @@ def fits(text: str, width: int) -> bool:
 
 
 def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[str]]:
-    """Rows that `aligned` makes no wider than `width`, if that can be: last cells go on in rows below at `mark`s."""
+    """Rows that `aligned` keeps within `width`, if possible: last cells are cut at `mark`s and go on in rows below."""
     rows = [list(row) for row in rows]
     ahead_of_last = zip(*(row[:-1] for row in rows), strict=True)
     room = width - len(mark.rstrip()) - sum(max(map(len, column)) + 2 for column in ahead_of_last)
@@ -164,7 +164,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def in_blocks(rows: Iterable[Sequence[str]], width: int) -> str:
-    """`aligned` columns; those beyond `width` go on in tables below, each with the first column again."""
+    """`aligned` columns; columns beyond `width` go on in tables below, each with the first column again."""
     rows = [list(row) for row in rows]
     sizes = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     blocks: list[list[int]] = [[]]
@@ -179,8 +179,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def curve(values: Sequence[float], columns: int, bounds: Iterable[float] = ()) -> str:
-    """`values` as bars in at most `columns` columns, each the mean of as many values; a level curve is low. The scale
-    is that of `bounds`, of several curves together, or of these means."""
+    """`values` as bars in at most `columns` columns, each the mean of equally many values; a level curve is low. The
+    scale is of `bounds` (all values of several curves), or else of these means."""
     count = min(len(values), columns)
     edges = [len(values) * column // count for column in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

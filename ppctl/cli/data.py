@@ -1,4 +1,4 @@
-"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text, show them or conversations."""
+"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text; show such files, or conversations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tokenize(args: argparse.Namespace) -> int:
     from ppctl.data.tokenizer import end_mark, token_dtype
 
     try:
-        with unwinding_on_term():  # which removes unfinished files
+        with unwinding_on_term():  # removes unfinished files
             tokenizer = load_tokenizer(args.tokenizer)
             end = [end_mark(tokenizer, "--append-eod")] if args.append_eod else []
             matched = load_all(args.inputs, lambda pattern: matching(pattern, "{}")[0])
@@ -76,7 +76,7 @@ def tokenize(args: argparse.Namespace) -> int:
                     raise DataError(
                         Problem("PP-E404", "there is no text to tokenize", place="\n".join(map(str, files)))
                     )
-    except DataError as error:  # the rules name keys of a config
+    except DataError as error:  # the remedies name keys of a config
         raise DataError([_typed_as_flag(problem) for problem in error.problems]) from None
     except OSError as error:
         message = f"{error.filename or args.output} cannot be written: {error.strerror}"
@@ -92,15 +92,15 @@ def tokenize(args: argparse.Namespace) -> int:
 
 def _typed_as_flag(problem: Problem) -> Problem:
     key = "data.tokenizer"
-    said, remedy = (text.replace(f"{key}=", "--tokenizer ") for text in (problem.message, problem.remedy))
-    return replace(problem, message=said, remedy=remedy, place=problem.place.replace(key, "--tokenizer"))
+    message, remedy = (text.replace(f"{key}=", "--tokenizer ") for text in (problem.message, problem.remedy))
+    return replace(problem, message=message, remedy=remedy, place=problem.place.replace(key, "--tokenizer"))
 
 
 def _reading(name: str, vocabulary: int) -> str:
-    """The overrides for a model that reads such tokens: the model of the same directory, or sizes."""
+    """The overrides for a model that reads these tokens: the model of the tokenizer's directory, or sizes."""
     if name != "byte" and Path(name).expanduser().joinpath("config.json").is_file():
         return pasted(f"model.from={name}")
-    rows = -(-vocabulary // 64) * 64  # of the embedding: holds every id and divides evenly
+    rows = -(-vocabulary // 64) * 64  # rows of the embedding, for every id, and a multiple of 64
     return pasted(f"data.tokenizer={name}", f"model.vocab_size={rows}")
 
 
@@ -136,14 +136,14 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_document(args: argparse.Namespace, there: str, number: int) -> None:
+def _check_document(args: argparse.Namespace, documents: str, number: int) -> None:
     if not 0 <= args.document < number:
-        message = f"{there} 0 to {number - 1}, and {args.document} is not one of them"
+        message = f"{documents} 0 to {number - 1}, and {args.document} is not one of them"
         raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
 
 
 def show_conversation(args: argparse.Namespace) -> int:
-    """Print the counts of conversations, and one of them: lines that are learned begin with +."""
+    """Print the counts of conversations, and one conversation: lines that are learned begin with +."""
     from ppctl.data.chat_template import open_template
     from ppctl.data.conversations import encode_conversations
     from ppctl.data.load import load_tokenizer

@@ -40,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help=words)
     words = "measure the file system of this directory (default: the working directory)"
     parser.add_argument("--dir", default=".", metavar="DIR", help=words)
-    parser.add_argument("--model", metavar="DIR", help=argparse.SUPPRESS)  # refused with the command to type instead
+    parser.add_argument("--model", metavar="DIR", help=argparse.SUPPRESS)  # refused, with the command to type instead
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. The exit code is 1 if something is wrong, else 0."""
+    """Measure and print. Exit code 1 if something is wrong, else 0. Raises ConfigError for --model, --ranks."""
     if args.model is not None:
         remedy = f"ppctl plan {pasted(f'model.from={args.model}')} model.implementation=transformers"
         raise ConfigError(Problem("PP-E116", "doctor --model: a plan proves that a model can be cut", remedy))
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     measured = _as_rank(started) if started.is_rank else _measure(args.ranks)
     if started.is_rank and started.rank != 0:
         return 0
-    here = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), "gpus": gpu_devices()}
-    report = here | measured
+    machine = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), "gpus": gpu_devices()}
+    report = machine | measured
     wrong = list(_wrong(report))
     if args.json:
         print(json.dumps(report | {"wrong": wrong}, indent=1))
@@ -122,7 +122,7 @@ def _disk(where: Path) -> dict[str, Any]:
 
 
 def _synced(file: IO[bytes], blocks: Iterable[bytes]) -> float:
-    """Write the blocks and sync them; returns the seconds that this takes."""
+    """Write the blocks and sync; returns the seconds that this takes."""
     began = time.perf_counter()
     file.writelines(blocks)
     file.flush()
@@ -199,15 +199,15 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
 def _transports(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return ["messages no launch.transport was tried: that takes a GPU for each of two ranks or more"]
-    told = []
+    lines = []
     for row in rows:
-        how = f"no: {row['error']}" if row["error"] else f"right, {_time(row['seconds'])} a call of a miniature"
-        told.append(f"messages launch.transport={row['transport']}: {how}")
+        result = f"no: {row['error']}" if row["error"] else f"right, {_time(row['seconds'])} a call of a miniature"
+        lines.append(f"messages launch.transport={row['transport']}: {result}")
     sound = [row for row in rows if not row["error"]]
     if sound:
         fastest = min(sound, key=lambda row: row["seconds"])["transport"]
-        told.append(f"         take launch.transport={fastest}{' (the default on CUDA)' * (fastest == 'plain')}")
-    return told
+        lines.append(f"         take launch.transport={fastest}{' (the default on CUDA)' * (fastest == 'plain')}")
+    return lines
 
 
 def _software(versions: dict[str, Any] | None) -> list[str]:

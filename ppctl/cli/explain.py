@@ -172,7 +172,7 @@ def _schedules(uses: Mapping[str, str]) -> list[str]:
 PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 SCHEDULE = "pipeline.pp_schedule"
-"""The key of whose values it is said when to take which."""
+"""The key whose page says when to choose each of its values."""
 
 _HEADING = re.compile(r"^## (PP-E[0-9]{3}) (.+)$", re.MULTILINE)
 
@@ -194,10 +194,9 @@ def code_of(topic: str) -> str:
 
 
 def keys_called(topic: str) -> list[Key]:
-    """The keys that a topic means: by a full name, an alias, another system's name, or as the last part of their name.
-    An entry of a mapping (`model.lora.rank`) means that.
-
-    More than one if several sections have a key of that name. A section's own name means no key.
+    """The keys that a topic means: by a full name, an alias, another system's name, or the last part of a name
+    (several, if several sections have such a key). An entry of a mapping (`model.lora.rank`) means the mapping. A
+    section's own name means no key.
     """
     name = full_name(topic)
     owner = name if name in keys() else mapping_with(name)
@@ -207,7 +206,7 @@ def keys_called(topic: str) -> list[Key]:
 
 
 def key_facts(key: Key) -> dict[str, Any]:
-    """A key with its text and facts; `type`, `default` and `limit` are null if no text can set it."""
+    """A key with its docstring and facts; `type`, `default` and `limit` are null if no text can set the key."""
     support, names = key.facts.support, key.facts.names.split()
     settable = support.state != PYTHON
     facts: dict[str, Any] = {

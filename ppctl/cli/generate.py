@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start what generates. Exit codes: 0 done; 2 usage, or a prompt that the model cannot continue; 3 a checkpoint
-    that is missing or damaged; 130 interrupted."""
+    """Start the process that generates. Exit codes: 0 done; 2 usage, or a prompt that the model cannot continue; 3 a
+    checkpoint that is missing or damaged; 130 interrupted."""
     source = Path(args.source).expanduser().absolute()
     if not (source / CONFIG).is_file():
         source = find_checkpoint(args.source, args.dir, "generate")

@@ -1,4 +1,4 @@
-"""`ppctl cancel [RUN]` and `ppctl requeue [RUN]`; `status` and `submit` use their view of a run's job."""
+"""`ppctl cancel [RUN]` and `ppctl requeue [RUN]`, and the state of a run's job, for `status` and `submit` too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ add_arguments = add_run_arguments
 
 
 def job_of(run: RunDir) -> JobState | None:
-    """The job of a run; None if the run was not submitted, or its job.json names something else than a job."""
+    """The job of a run; None if the run was not submitted, or its job.json names no job."""
     record = run.job()
     if "job" not in record:
         return None
@@ -34,8 +34,8 @@ def _system_of(job: str) -> Any:
 
 
 def combined_state(state: str, job: JobState | None) -> str:
-    """The run's state in its directory, corrected by the state of its job: its scheduler may have ended or requeued it,
-    and the directory that pods write may be seen by them alone."""
+    """The run's state in its directory, corrected by its job's: the scheduler may have ended or requeued the job, and
+    this host may not see the directory that pods write."""
     if job is None or not job.state:
         return state
     if job.ended and state in ("queued", *STARTED, LOST):
@@ -46,7 +46,7 @@ def combined_state(state: str, job: JobState | None) -> str:
 
 
 def state_of(run: RunDir) -> str:
-    """The run's state in its directory and at SLURM together."""
+    """The run's state, from its directory and its scheduler."""
     return combined_state(str(facts(run)["state"]), job_of(run))
 
 
@@ -61,7 +61,7 @@ def _job_to(doing: str, run: RunDir) -> JobState:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel the job, unless it has ended."""
-    run = find_run(args.run, args.dir)  # no remedy is to cancel another run
+    run = find_run(args.run, args.dir)  # must be one run: no remedy may offer to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:
         print(f"job {job.job} has ended: run {run.id} is {combined_state(run.status()['state'], job)}")
@@ -79,7 +79,7 @@ def cancel(args: argparse.Namespace) -> int:
 
 
 def requeue(args: argparse.Namespace) -> int:
-    """Requeue: a running job saves and starts again, one that has ended is submitted again. Not after its last step."""
+    """Requeue: running jobs save and restart, others are submitted again. Raises ConfigError after the last step."""
     run = named_run(args)
     job = _job_to("requeue", run)
     if job.state and not job.ended:

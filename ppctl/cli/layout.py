@@ -63,8 +63,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suggest(args: argparse.Namespace) -> int:
+    """Print the layout that `layout=auto` chooses; returns the exit code."""
     from ppctl.config.argv import normalise
-    from ppctl.launch.planning import planned  # Hydra and the planner: a layout alone is drawn in a third of the time
+    from ppctl.launch.planning import planned  # slow imports, which drawing a layout does not need
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
     typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]

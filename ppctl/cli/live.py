@@ -1,4 +1,4 @@
-"""The block at the foot of the terminal while ranks train on this machine: what they do, their progress, the loss."""
+"""The block at the foot of the terminal while ranks train on this machine: their state, their progress, the loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DRAWINGS_A_SECOND = 2
 
 @contextmanager
 def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[Callable[[str], None]]:
-    """Draw the block while entered; yields the function that prints rank 0's lines above it. Nothing of it stays."""
+    """Draw the block while entered, then remove it; yields the function that prints rank 0's lines above the block."""
     block, screen = LiveBlock(run, directory, world_size, steps), console()
     with Live(
         get_renderable=lambda: block.draw(screen.width),
@@ -43,7 +43,7 @@ def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Ite
 
 
 class LiveBlock:
-    """The block of one start of a run. It reads only what was appended to metrics.jsonl since it read last."""
+    """The block of one start of a run. It reads only the lines appended to metrics.jsonl since it last read."""
 
     def __init__(self, run: RunDir, directory: Path, world_size: int, steps: int) -> None:
         self._run = run
@@ -56,7 +56,7 @@ class LiveBlock:
         self._losses: list[float] = []
 
     def draw(self, columns: int) -> Group | Text:
-        """The block as it is now: until the first step what the ranks wait for, then the last step."""
+        """The block as it is now: until the first step, the ranks' state; then the last step."""
         for record in self._metrics.read():
             self._recent = [*self._recent, record][-RECENT:]
             self._losses.append(record.get("loss") or math.nan)
@@ -72,7 +72,7 @@ class LiveBlock:
 
     def _training(self, columns: int) -> Group:
         last = self._recent[-1]
-        # With log.interval the last record may be many steps old; the ranks' own counts are not.
+        # With log.interval the last record may be many steps old, but not the counts of the ranks.
         states = heartbeat.read_all(self._directory, self._ranks)
         step = max(last["step"], min((state.step for state in states), default=0))
         left = (self._steps - step) * (mean_step_time(self._recent) or 0.0)
@@ -91,6 +91,7 @@ class LiveBlock:
         return Group(bar, Text(loss + curve(self._losses, columns - len(loss))), Text("  ".join(facts)))
 
     def _saved(self, step: int) -> str:
+        """The newest checkpoint, and how many steps a crash now would lose."""
         checkpoint = checkpoint_of(self._run)
         if checkpoint is None:
             return "no checkpoint yet"

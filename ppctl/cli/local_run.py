@@ -53,7 +53,7 @@ from ppctl.runs.rundir import RunDir
 def start_of(args: argparse.Namespace) -> Iterator[Started]:
     """The launcher that started this process. Ranks other than 0 become workers here, and wait for rank 0.
 
-    Problems inside are printed once, by rank 0 (with --json as one object, too); all ranks exit with their exit code.
+    Problems raised inside are printed once, by rank 0 (with --json as one object, too); all ranks exit with their code.
     """
     started = detect(os.environ)
     if not started.is_rank and os.environ.get("PET_NNODES"):  # a pod of Kubeflow's TrainJob, with torchrun's options
@@ -98,10 +98,10 @@ def accepted(composed: Composed, plan: Plan | None, problems: Sequence[Problem])
 def adapt_to_machine(
     config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started, command: str = "train"
 ) -> tuple[RunConfig, Plan, Mapping[str, Any]]:
-    """`config` with its device and its GPU environment, its plan on that device, and what its data is.
+    """(`config` with its device and its GPU environment, its plan on that device, facts about its data).
 
-    `command` and `arguments` are what was typed, for remedies (`resume RUN` with the run that it names). Raises
-    ConfigError with all problems if it cannot run on this machine.
+    `command` and `arguments` were typed, and are shown in remedies (`resume RUN` with the run's name). Raises
+    ConfigError with all problems if the run cannot be on this machine.
     """
     from ppctl.data.load import examine  # numpy
 
@@ -128,20 +128,20 @@ def adapt_to_machine(
         problems += shortage(device, ranks_here, arguments, os.environ, share=share, command=command)
     one_host = ranks_here == world and started.by in ("person", "torchrun", "node")
     problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
-    here = with_value(config, "launch", device=device, share_gpu=share and device == "cuda")
-    if device != config.launch.device:  # times, limits and messages are that device's
+    adapted = with_value(config, "launch", device=device, share_gpu=share and device == "cuda")
+    if device != config.launch.device:  # times, limits and messages depend on the device
         refuse(problems)
         sources = plan.provenance
-        plan = plan_checked(here, sources, check(here, sources), title=plan.name, before=plan)
+        plan = plan_checked(adapted, sources, check(adapted, sources), title=plan.name, before=plan)
         problems += plan.problems
-    config, conflicts = with_gpu_environment(here, plan)
+    config, conflicts = with_gpu_environment(adapted, plan)
     data, wrong = examine(config)
     refuse([*problems, *conflicts, *wrong, *unusable(config)])
     return config, plan, data
 
 
 def other_size_of_nodes(launch: LaunchConfig, world: int) -> Iterator[Problem]:
-    """The problem of nodes that do not hold all ranks of a plan, or more."""
+    """Yield a problem if the nodes do not hold exactly the plan's ranks."""
     nodes, per_node = machines(launch.nodes, launch.gpus_per_node, world)
     if nodes * per_node != world:
         message = f"the plan has {world} ranks, and nodes {nodes} x {per_node} ranks = {nodes * per_node}"
@@ -151,7 +151,7 @@ def other_size_of_nodes(launch: LaunchConfig, world: int) -> Iterator[Problem]:
 
 
 def _asked_device(config: RunConfig, plan: Plan) -> str:
-    """`launch.device`; if nothing sets it and this machine has no GPU, a model that is here trains on the CPU."""
+    """`launch.device`; `cpu` for a `model.from` on a machine without GPU, unless the device is set."""
     left_open = plan.provenance.get("launch.device", "default") == "default" and config.model.from_ is not None
     if not left_open or config.launch.device != "cuda" or count_gpus(os.environ):
         return config.launch.device
@@ -161,8 +161,8 @@ def _asked_device(config: RunConfig, plan: Plan) -> str:
 
 def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
     typed = typed_again("train", arguments)
-    how = {"slurm": f"srun -n {world} {typed}", "torchrun": f"torchrun --nproc-per-node {world} -m {typed}"}
-    remedy = how.get(started.by, f"WORLD_SIZE={world}")
+    remedies = {"slurm": f"srun -n {world} {typed}", "torchrun": f"torchrun --nproc-per-node {world} -m {typed}"}
+    remedy = remedies.get(started.by, f"WORLD_SIZE={world}")
     larger = with_overrides(arguments, "launch.nodes=1", f"launch.gpus_per_node={started.world_size}")
     plan, problems = planned(larger, for_training=True)[1:]
     if plan is not None and plan.sizes.world == started.world_size and not problems:
@@ -173,7 +173,7 @@ def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Prob
 
 
 def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list[Problem]]:
-    """`config` with the variables that ranks on GPUs need in `launch.env`, and what contradicts them."""
+    """`config` with the variables that ranks on GPUs need in `launch.env`, and problems of contradictions."""
     if config.launch.device != "cuda":
         return config, []
     environ, pp = os.environ, plan.sizes.pp
@@ -185,7 +185,7 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
 
 
 def with_paths(config: RunConfig) -> RunConfig:
-    """`config` with the paths of the checkpoint or weights that it begins from. Raises PpctlError if there are none."""
+    """`config` with the paths of the checkpoint or weights to begin from. Raises PpctlError if they are missing."""
     if config.checkpoint.load is not None and config.checkpoint.resume is None:
         checkpoint = checkpoint_if_any(config.checkpoint.load, Path(config.log.dir))
         outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
@@ -236,7 +236,7 @@ def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> 
 
 
 def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
-    """Run the job to its end with its steps on `out`, and note what went wrong and how to go on."""
+    """Run the job, print its steps on `out`, and on stderr failures and how to go on. Returns its outcome."""
     config = launch.config
     if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
@@ -245,7 +245,7 @@ def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
     with own_directory(shared_memory()) as directory:
         job = LocalJob(run, launch.plan.sizes.world, directory, config.launch.env, limits=limits, first_step=first_step)
         lines: AbstractContextManager[Callable[[str], None]] = nullcontext(writer_to(out))
-        if out is sys.stdout and is_live():  # then above a block that shows the run's progress
+        if out is sys.stdout and is_live():  # steps are printed above a block that shows the run's progress
             from ppctl.cli.live import live_block  # rich
 
             lines = live_block(run, directory, job.world_size, config.train.steps)
@@ -266,10 +266,10 @@ def first_screen(plan: Plan) -> str:
 
 
 def saved_before(run: RunDir, outcome: JobOutcome) -> str:
-    """The checkpoint to go on from; after an interruption without one, how to have one next time."""
+    """A line on the checkpoint to go on from; after an interruption without a checkpoint, how to get one next time."""
     checkpoint = checkpoint_of(run)
     if outcome.exit_code == STOPPED or (checkpoint is None and outcome.exit_code != INTERRUPTED):
-        return ""  # a run that stopped after saving ends with its own commands
+        return ""  # `ending` prints the commands of a run that saved
     if checkpoint is None:
         again = "checkpoint.interval=100 saves every 100 steps; Ctrl-C saves too, once, after the first step"
         return f"\n  no checkpoint yet: {again}"
@@ -277,7 +277,7 @@ def saved_before(run: RunDir, outcome: JobOutcome) -> str:
 
 
 def ending(run: RunDir, launch: Launch, outcome: JobOutcome) -> list[str]:
-    """The model's sample, the paths, and commands to go on with."""
+    """The last lines on the screen: the model's sample, the paths, and commands to go on with."""
     name, lines = program(), [""]
     result = run.result()
     where = ", from the middle of its data" if launch.config.log.prompts is None else ""

@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     path = run_dir.job_log if args.rank is None else run_dir.log(args.rank)
     if not path.exists() and not (args.follow and _is_going_on(run_dir)):
-        there = ", ".join(sorted(file.name for file in path.parent.glob("*.log"))) or "none"
-        message = f"there is no {path.name} in {path.parent} (yet); there are: {there}"
+        names = ", ".join(sorted(file.name for file in path.parent.glob("*.log"))) or "none"
+        message = f"there is no {path.name} in {path.parent} (yet); there are: {names}"
         raise ConfigError(Problem("PP-E611", message, f"ppctl status {pasted(run_dir.path)}", str(run_dir.path)))
     if path.exists() and not path.stat().st_size and not args.follow:
         note(f"{path} is empty: the rank has printed nothing")
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _log(path: Path) -> Iterator[str]:
+    """Yield, for ever, the text that the file has gained; empty while there is none. Raises ConfigError."""
     at = 0
     while True:
         text = ""
@@ -83,7 +84,7 @@ def _is_going_on(run_dir: RunDir) -> bool:
 
 
 def _follow(run_dir: RunDir, added: Iterator[str], lines: int | None, *, follow: bool) -> bool:
-    """Print the last `lines` (None: all), with `follow` until the run ends; returns whether there was anything."""
+    """Print the last `lines` (None: all), with `follow` until the run ends; returns whether anything was printed."""
     anything = False
     while True:
         goes_on = follow and _is_going_on(run_dir)  # checked before reading, so that the last lines are printed

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on with another length: whether it jumps, and commands that avoid a jump."""
+"""The learning rate of a run that goes on with another length: whether the rate jumps, and commands that avoid it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppctl.errors import Problem, pasted
 from ppctl.launch.run_directory import with_value
 
 _JUMP = 2.0
-"""A rate that rises by more than this factor from one step to the next is asked about."""
+"""If the rate rises by more than this factor from one step to the next, the user has to confirm it."""
 
 
 def sets_rate(key: str) -> bool:
@@ -39,14 +39,14 @@ def rates_text(before: RunConfig, after: RunConfig, done: int) -> str:
 
 
 def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
-    """Whether the next step's rate is far above the last one's, and above what it would have been."""
+    """Whether the next step's rate is far above the last step's, and above the rate that the old config gives it."""
     expected = max(_rate(before, max(done, 1)), _rate(before, done + 1))
     return done < after.train.steps and _rate(after, done + 1) > _JUMP * expected * (1 + 1e-9)
 
 
 def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
-    """The problem of a jump of the rate, with the choices that `ppctl resume` has; `typed` is what stood after it,
-    `more` are switches that each choice needs for other reasons."""
+    """The problem of a jump of the rate, with the commands to choose from; `typed` stood after `ppctl resume`, `more`
+    are switches that each command needs for other reasons."""
     last, following = _rate(before, max(done, 1)), _rate(after, done + 1)
     jump = f"{following / last:.3g} times as high" if last else "above 0"
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
@@ -57,7 +57,7 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
     jumped = f"the next step's learning rate would be {jump}: {rates_text(before, after, done)}"
-    # Rates that were typed give way to the rates of a choice.
+    # The rates of a choice replace typed rates.
     kept = [word for word in typed if not sets_rate(word)]
     commands = [
         pasted("ppctl", "resume", *(kept if rates else typed), *_words(rates), *allow) for _, rates, allow in choices
@@ -67,12 +67,12 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
 
 
 def longer(run: str, config: RunConfig, done: int | None = None, steps: int | None = None, *more: str) -> str:
-    """The command that goes on until `steps` (as many again), at a rate that does not rise at once and is not 0."""
+    """The command that goes on until `steps` (None: as many again), with a rate that neither jumps nor is 0."""
     done = config.train.steps if done is None else done
     length: dict[str, Any] = {"steps": steps or 2 * done}
     length |= {key: None for key in ("train.samples", "train.tokens", "train.epochs") if config[key] is not None}
     words = ["resume", run, *_words(length)]
-    with suppress(ValueError, ArithmeticError):  # a file that was altered: `resume` says what is wrong with it
+    with suppress(ValueError, ArithmeticError):  # of an altered file, whose problems `resume` reports
         last = max(_rate(config, max(done, 1)), _rate(config, done + 1))
         calm = [rates for rates in ({}, _held(config)) if 0 < _rate(_with(config, length | rates), done + 1) <= last]
         more = more if calm else (*more, "--allow")
@@ -81,7 +81,7 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
-    """Values that keep the end of the decay, and the rate that it has there; none if it is set."""
+    """Values that keep the end of the decay and the rate there; none if the end is set."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
     return {"optim.lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}
@@ -91,7 +91,7 @@ _WITHOUT_END = ("constant", "piecewise")
 
 
 def _warmed_up(config: RunConfig, done: int, steps: int) -> dict[str, Any]:
-    """A rate that rises from that of the last step to the peak, and falls to min_lr at the end."""
+    """Values for a rate that rises from the last step's to the peak, and falls to min_lr at the end."""
     optim = config.optim
     left = steps - done
     longest = (left + 1) // 2  # so that the rate falls again before the end

@@ -1,4 +1,4 @@
-"""`ppctl plan --lost 1,2,4`: what a run would go on with if it lost so many nodes, as a table, data and problems."""
+"""`ppctl plan --lost 1,2,4`: the plan that a run would go on with after losing so many nodes, as text and data."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def numbers(option: str, text: str, example: str) -> list[int]:
 
 
 def losses(asked: str, values: ConfigValues, plan: Plan) -> tuple[list[dict[str, Any]], str, list[Problem]]:
-    """The plans for the rest after each loss that was `asked` about, as data and as text, and what is wrong: the plan
-    has too few nodes (PP-E105), or nothing fits the rest (PP-E230)."""
+    """(data, text, problems) of the plans for the remaining nodes after each loss in `asked`. Problems: the plan has
+    too few nodes (PP-E105), or nothing fits the remaining nodes (PP-E230)."""
     whole = Whole(values, plan)
     try:
         lost = numbers("--lost", asked, "1,2" if whole.nodes > 2 else "1")
@@ -47,11 +47,12 @@ def losses(asked: str, values: ConfigValues, plan: Plan) -> tuple[list[dict[str,
 
 
 def _rows(lost: Sequence[int], whole: Whole) -> list[dict[str, Any]]:
-    """The figures of the plan for the rest after each loss; without one the least number of nodes that has one."""
+    """The plan's figures for the remaining nodes after each loss; without a plan, the fewest nodes that have one."""
     found, least, rows = None, 0, dict[int, dict[str, Any]]()
     for each in sorted(lost):
         left = whole.nodes - each
-        if not least and (found is None or found.nodes > left):  # else the same nodes remain, or nothing fits fewer
+        # else the last plan fits, too, or nothing fits fewer nodes
+        if not least and (found is None or found.nodes > left):
             found = remaining(whole, left)
             least = 0 if found else least_nodes(whole, left)
         rows[each] = {"lost": each, "left": left, "fits": found is not None}
@@ -72,7 +73,7 @@ def _rows(lost: Sequence[int], whole: Whole) -> list[dict[str, Any]]:
 
 
 def _text(rows: Sequence[dict[str, Any]], whole: Whole, columns: int) -> str:
-    """A row for each loss, and below the table what changes, and why there are not more replicas."""
+    """A row for each loss; below the table the changes, and what limits the number of replicas."""
     head = ["lost", "nodes", "dp", "pp", "microbatches", "tokens/s", "of the whole", "peak GiB", "room"]
     table, below = [head], list[str]()
     for row in rows:

@@ -81,7 +81,7 @@ def _main(tokens: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        silence(sys.stdout)  # the reader (`| head`) has ended
+        silence(sys.stdout)  # the reader of the pipe (`| head`) has ended
         return BROKEN_PIPE
     except OSError as error:
         if error.filename is not None and error.strerror:
@@ -145,8 +145,8 @@ def _unknown_command(name: str) -> Problem:
 
 
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
-    """The arguments of command `name`, which is `module`; with overrides their words, sorted, are `args.line`. The
-    command line itself is `args.typed`."""
+    """The arguments of command `name`, implemented by `module`. `args.line` has the sorted overrides of a command that
+    takes them, `args.typed` the command line."""
     parser = parser_of(name, module)
     if COMMANDS[name].overrides:
         args = parse_overrides(parser, name, tokens)
@@ -167,7 +167,7 @@ def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Seque
     line = normalise(tokens, own, command)
     args, strays = parser.parse_known_args(line.rest)
     if args.recipes_dir:
-        # The environment reaches every process that this command starts, and every later search for recipes.
+        # The environment passes it to every process that this command starts, and to every later search for recipes.
         before = os.environ.get(RECIPES_PATH, "")
         os.environ[RECIPES_PATH] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
     args.line = replace(line, rest=strays)
@@ -175,17 +175,17 @@ def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Seque
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """argparse's parser, whose errors are folded as all messages are."""
+    """argparse's parser, with errors wrapped like all messages."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and what is wrong, and end with the exit code of a usage error."""
+        """Print the usage and the error. Raises SystemExit with the exit code of a usage error."""
         self.print_usage(sys.stderr)
         note(f"{self.prog}: error: {message}")
         raise SystemExit(USAGE)
 
 
 def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
-    """The parser of command `name`, which is `module`."""
+    """The parser of command `name`, implemented by `module`."""
     command = COMMANDS[name]
     first = "RUN" if name == "resume" else "+recipe=NAME"
     parser = _CommandParser(

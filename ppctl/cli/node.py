@@ -1,7 +1,7 @@
-"""`ppctl node --rendezvous HOST:PORT [KEY=VALUE ...]`: this host's part of a run on several, typed on each of them.
+"""`ppctl node --rendezvous HOST:PORT [KEY=VALUE ...]`, typed on each of several hosts: this host's part of a run.
 
-The host that has the address plans, makes the run directory and hosts the rendezvous; the others learn all from it.
-Then each becomes its agent (`ppctl.agent`), which starts ranks until the run is over.
+The host that has the address plans, makes the run directory and hosts the rendezvous; the other hosts get the run from
+it. Then the process on each host becomes its agent (`ppctl.agent`), which starts ranks until the run ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rendezvous", required=True, metavar="HOST:PORT", help=words)
     parser.add_argument("--resume", dest="run", metavar="RUN", help="go on with this run, instead of a new one")
     parser.add_argument("--dir", type=Path, default=RUNS, metavar="DIR", help="where RUN is (default: runs)")
-    parser.add_argument("--allow", action="store_true", help="with --resume: accept what changes what is computed")
+    parser.add_argument("--allow", action="store_true", help="with --resume: accept overrides that change results")
 
 
 def run(args: argparse.Namespace) -> NoReturn:
@@ -66,7 +66,8 @@ def _become(*arguments: str) -> NoReturn:
 
 
 def _listening(host: str, port: str) -> socket.socket | None:
-    """The socket of the rendezvous; None if another host or agent has the address. Raises ConfigError (PP-E605)."""
+    """The socket of the rendezvous; None if another host or agent has the address. Raises ConfigError (PP-E605) if it
+    cannot listen there."""
     try:
         if host in ("", "0.0.0.0", "::") or not (port.isdecimal() and 0 < int(port) < 65536):
             raise ValueError("it is no HOST:PORT")

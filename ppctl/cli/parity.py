@@ -1,6 +1,6 @@
 """`ppctl parity`: compares a job's steps in one process with those in its cut, or compares two runs that exist.
 
-`plan/parity.py` knows what makes them comparable. The runs are ordinary, in a directory that is removed at the end.
+`plan/parity.py` knows what makes jobs comparable. The runs are ordinary, in a directory that is removed at the end.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class _Side(NamedTuple):
     config: RunConfig
     plan: Plan
     failure: str = ""
-    """Why it did not finish: copies that differ, for example, are not saved."""
+    """Why the run did not finish, such as copies that differ, which cannot be saved."""
     stays: bool = True
     """Whether the run's directory still exists when the result is read."""
 
     def step(self, step: int) -> Side:
-        """The gradients and messages that it has kept of a step."""
+        """The gradients and messages that the run has kept of a step."""
         kept = KeptStep(self.run.gradients, step)
         return Side(kept, self.plan.sizes, self.config.parallel.sequence_parallel, len(self.plan.stages) - 1)
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare. Exit codes: 0 equal, 1 different, 2 usage or config, 3 checkpoint, 75 and 130 for signals."""
+    """Compare and print. Exit codes: 0 equal, 1 different, 2 usage or config, 3 checkpoint, 75 and 130 for signals."""
     if len(args.runs) > 1:
         return _shown(_two_runs(args), args)
     if not 1 <= args.steps <= _MOST:
@@ -95,7 +95,7 @@ def _shown(report: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[RunConfig, Plan]]:
-    """Both configs and plans. Raises PpctlError with all problems of the first that cannot be run."""
+    """Both configs and plans. Raises PpctlError with all problems of the first config that cannot be run."""
     if detect(os.environ).is_rank:
         message = "`ppctl parity` starts its ranks itself, but this process was started by another launcher"
         raise ConfigError(Problem("PP-E644", message, "ppctl parity, without torchrun or srun", "environment"))
@@ -104,7 +104,7 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
         config, provenance = run.read_config(), run.read_plan().provenance
         base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
         refuse(args.line.problems)
-        # Without what the run kept, of whose steps there may be fewer now.
+        # Without the files that the run kept: its steps may not exist now.
         base = _over(_over(base, kept_as(args.steps)), args.line)
     else:
         base, plan, problems = planned(args.line, for_training=True)
@@ -149,7 +149,7 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
         note("interrupted: nothing was compared")
         raise SystemExit(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
-    # What is named below a directory that is removed could not be read.
+    # A problem must not name files in a directory that will be removed.
     report = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")
     if outcome.exit_code != DONE and not kept_steps(run.gradients):
         message = f"{_NAMES[name]} failed, and nothing was compared"
@@ -162,6 +162,7 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
 
 
 def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
+    """The report of `ppctl parity A B`. Raises ConfigError (PP-E644, PP-E645) if the runs cannot be compared."""
     line = args.line
     if len(args.runs) > 2 or line.overrides or line.problems or line.rest:
         message = "two runs are compared as they are: `ppctl parity A B` takes no third one and no overrides"
@@ -188,7 +189,7 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
         allowed = tolerance(first.plan, second.plan, second.config, first=step == began)
         row: dict[str, Any] = {"step": step, "tolerance": allowed, "same": True}
         for figure in ("loss", "grad_norm"):
-            values = [of[step].get(figure) for of in metrics]
+            values = [by_step[step].get(figure) for by_step in metrics]
             row[figure] = values
             row["same"] &= _close(values, allowed)
         if step in kept:
@@ -236,12 +237,12 @@ def _progress(step: int) -> Callable[[str], None]:
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
     """The newest checkpoints of one step that both runs have, compared; None if there are none."""
-    there = [{checkpoint_folder.step_of(path): path for path in checkpoint_folder.kept(side.run.checkpoints)}
+    by_step = [{checkpoint_folder.step_of(path): path for path in checkpoint_folder.kept(side.run.checkpoints)}
              for side in (first, second)]  # fmt: skip
-    step = max(there[0].keys() & there[1].keys(), default=None)
+    step = max(by_step[0].keys() & by_step[1].keys(), default=None)
     if step is None:
         return None
-    paths = [of[step] for of in there]
+    paths = [of[step] for of in by_step]
     compared = ckpt_text.compared_on_screen(paths, f"comparing step {step}")
     allowed = tolerance(first.plan, second.plan, second.config, first=False)
     within = all(each.relative <= allowed for each in compared.different)
@@ -266,7 +267,7 @@ def _sizes_text(plan: Plan) -> str:
 
 
 def _text(report: Mapping[str, Any], columns: int) -> str:
-    """The law, a table of steps, what differs, and the verdict at the end, in at most `columns` columns."""
+    """The rule of comparison, a table of steps, the differences, and the verdict, in at most `columns` columns."""
     rows: list[tuple[str, ...]] = [("step", "loss A", "loss B", "", "gradient norm", "gradients")]
     rows += [_row(step) for step in report["steps"]]
     lines = []
@@ -329,8 +330,8 @@ def _differences(step: Mapping[str, Any]) -> list[str]:
         return []
     if gradients["action"] is not None:
         each = gradients["action"]
-        how = "in bits alone" if each["relative"] == 0 else f"by {_share(each['relative'])} of its norm"
-        lines.append(f"  first action: {each['action']}, stage {each['stage']} ({_ranks(each['ranks'])}), {how}")
+        difference = "in bits alone" if each["relative"] == 0 else f"by {_share(each['relative'])} of its norm"
+        lines.append(f"  first action: {each['action']}, stage {each['stage']} ({_ranks(each['ranks'])}), {difference}")
     for each in gradients["different"][:_SHOWN_PARAMETERS]:
         a, b = each["values"]
         lines.append(
@@ -363,10 +364,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _verdict(report: Mapping[str, Any]) -> str:
     steps = report["steps"]
     if report["same"]:
-        how = "equal to the bit" if not report["axes"] else "equal within what the order of sums allows"
+        equality = "equal to the bit" if not report["axes"] else "equal within what the order of sums allows"
         count = sum("gradients" in step for step in steps)
         kept = f", and gradients of {count}" if count else "; gradients were not kept (log.gradients=1:4 keeps them)"
-        return f"equal: losses and norms of {len(steps)} steps{kept}: {how}"
+        return f"equal: losses and norms of {len(steps)} steps{kept}: {equality}"
     wrong = next((step for step in steps if not step["same"]), None)
     if wrong is None and any(report["failures"]):
         return "different: equal as far as both went, and one of them did not finish"

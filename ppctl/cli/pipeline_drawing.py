@@ -1,4 +1,4 @@
-"""The drawing of a pipeline in `plan` and `layout`: a row per pp_rank (equal neighbours in one), a column per chunk."""
+"""A pipeline's drawing in `plan` and `layout`: a row per pp_rank (equal neighbours share one), a column per chunk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
     letters: str
     """The letters of the chunk's layers, such as `Ettt`."""
     first: int
-    """The id of the chunk's first decoder layer; any number if the chunk has no decoder layer."""
+    """The id of the chunk's first decoder layer; without meaning if the chunk has no decoder layer."""
 
 
 class Row(NamedTuple):
@@ -49,7 +49,7 @@ def with_header(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _cell(chunks: Sequence[Chunk]) -> str:
-    """The letters of chunks that have the same ones, with the range of their decoder layers' ids."""
+    """The letters of chunks with equal letters, and the range of their decoder layers' ids."""
     letters = chunks[0].letters
     start = min(chunk.first for chunk in chunks)
     end = max(chunk.first for chunk in chunks) + letters.count("t") - 1

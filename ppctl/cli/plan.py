@@ -28,7 +28,7 @@ EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timi
 EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "traffic", "derived")}
 """The JSON's keys if there is no plan, only problems."""
 _UNREAD = ("PP-E101", "PP-E105", "PP-E107")
-"""Codes of words of a command line that mean nothing: a plan without them would be of something else."""
+"""Codes of unknown words on a command line: a plan without them would be of another config."""
 
 _NOTHING = (
     "no arguments: this is the plan of the defaults, a tiny model on one rank; `ppctl recipes` lists published jobs, "
@@ -97,11 +97,11 @@ def _on_weights(composed: Composed) -> list[str]:
     try:
         return unread_weights(find_weights(source))
     except ConfigError:
-        return []  # it is among the problems
+        return []  # the error is among the problems
 
 
 def _write(args: argparse.Namespace, composed: Composed, plan: Plan) -> Iterator[Problem]:
-    """Write what `--dump-schedule` and `--timeline` name; yields why something cannot be written."""
+    """Write the files that `--dump-schedule` and `--timeline` name; yields problems of writing."""
     table, drawn = (None if name is None else Path(name) for name in (args.dump_schedule, args.timeline))
     if table is not None:
         try:
@@ -137,7 +137,7 @@ def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem], tr
 
 
 def _render(blocks: Sequence[tuple[str, str]]) -> None:
-    """Print the same text in colour, with the first line of each block in bold."""
+    """Print blocks of text in colour, with the first line of each in bold."""
     from rich.text import Text
 
     screen = console()

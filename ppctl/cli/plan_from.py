@@ -1,4 +1,4 @@
-"""`ppctl plan --from FILE`: what became of every setting of another system's file, and the recipe that means it."""
+"""`ppctl plan --from FILE`: the translation of all settings of another system's file, and a recipe."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ppctl.errors import ConfigError, Problem, pasted, visible
 from ppctl.launch.planning import composed
 
 _LONGEST = 2000
-"""Letters of one answer on the screen."""
+"""The most characters of a setting's translation on the screen."""
 
 
 def apply(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Put the settings of `--from` below the words of the command line, with a problem if some are lost and no recipe
-    is written; write the recipe of `--write`. Returns what became of the settings, as text and as data.
+    is written; write the recipe of `--write`. Returns the translation of each setting, as text and as data.
 
     Raises ConfigError for a file that cannot be read or whose model has to be typed, for `--write` without a file, and
     for a recipe that cannot be written.
@@ -62,17 +62,17 @@ def _again(args: argparse.Namespace) -> str:
 
 
 def _table(found: Translation, file: str) -> str:
-    """The answers to all settings: the translated, the lost, and those left out, by their reasons."""
+    """The translations of all settings: translated, lost, and left out, by reason."""
     lost = found.lost
     rest = [row for row in found.rows if not row.override and row not in lost]
     reasons: dict[str, list[str]] = {}
     for row in rest:
         reasons.setdefault(row.why, []).append(row.typed.partition("=")[0])
-    said = [row for row in found.rows if row.override]
+    kept = [row for row in found.rows if row.override]
     head = (
-        f"{file}: {SYSTEMS[found.system]}, {len(said)} translated, {len(rest)} left out, {len(lost)} not carried over"
+        f"{file}: {SYSTEMS[found.system]}, {len(kept)} translated, {len(rest)} left out, {len(lost)} not carried over"
     )
-    rows = [(row.shown(min(max(width() // 2 - 10, 20), 60)), answered(row)) for row in (*said, *lost)]
+    rows = [(row.shown(min(max(width() // 2 - 10, 20), 60)), answered(row)) for row in (*kept, *lost)]
     rows += [("left out", f"{why}: {', '.join(names)}") for why, names in reasons.items()]
     cells = [(visible(name, ""), visible(text[:_LONGEST], "")) for name, text in rows]
     return "\n".join([head, aligned(folded(cells, width(), " "))])
@@ -82,7 +82,7 @@ def _write_recipe(found: Translation, args: argparse.Namespace) -> str:
     """Write the recipe; returns the command that uses it."""
     target = Path(args.write)
     if target.suffix not in (".yaml", ".yml"):
-        message = f"the name of a recipe's file ends with .yaml, not as {target}"
+        message = f"the name of a recipe's file must end with .yaml or .yml, not as {target}"
         raise ConfigError(Problem("PP-E126", message, f"{_again(args)} --write my.yaml", "command line"))
     lines = "\n".join(_recipe(found, args))
     write_new(target, f"{lines}\n".encode(), f"{_again(args)} --write")
@@ -90,6 +90,7 @@ def _write_recipe(found: Translation, args: argparse.Namespace) -> str:
 
 
 def _recipe(found: Translation, args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a recipe with the translated values. Raises ConfigError (PP-E103)."""
     pairs = [override.partition("=") for override in found.line.overrides]
     chosen = {key: text.strip("'\"") for key, _, text in pairs if key in groups() or key == "scale"}
     if unfit := {"recipe", "scale"} & {*chosen}:

@@ -38,7 +38,7 @@ def title(plan: Plan) -> str:
 
 
 def vocabulary(plan: Plan, config: RunConfig) -> str:
-    """The rows of the embedding, and what set them."""
+    """The rows of the embedding, and their source."""
     source = plan.provenance.get("model.vocab_size", "default").removeprefix("derived: ")
     return f"vocabulary {config.model.vocab_size:,} ({'default, for bytes' if source == 'default' else source})"
 
@@ -79,18 +79,18 @@ def _chunk(stage: StageSpec) -> Chunk:
 
 
 def table(plan: Plan, width: int) -> str:
-    """The layers and costs of each pp_rank, no wider than `width` if it can be; where numbers differ within a row,
-    those of its first and its last rank."""
+    """The layers and costs of each pp_rank, no wider than `width` if possible; numbers that differ within a row are
+    given for its first and its last rank."""
     unit = unit_for(plan.peak_bytes)
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
     rows = _rows(plan)
     costs = [["pp_rank", "params", "FLOPs", "idle", "in flight", *memory], *(_costs(plan, row, unit) for row in rows)]
     layers = [cells[1:] for cells in with_header(rows)]
-    wide = [[*cost, *cells] for cost, cells in zip(costs, layers, strict=True)]
+    full = [[*cost, *cells] for cost, cells in zip(costs, layers, strict=True)]
     layers[0] = ["chunks, first to last"]
     joined = [[*cost, " | ".join(cells)] for cost, cells in zip(costs, layers, strict=True)]
-    peak_alone = [[*row[:3], row[4], *row[7:]] for row in joined]  # it is the sum of state and activations
-    for candidate, right in ((wide, 8), (joined, 8), (peak_alone, 5)):
+    peak_alone = [[*row[:3], row[4], *row[7:]] for row in joined]  # the peak is the sum of state and activations
+    for candidate, right in ((full, 8), (joined, 8), (peak_alone, 5)):
         text = aligned(candidate, right)
         if max(map(len, text.splitlines())) <= width:
             return text
@@ -129,16 +129,16 @@ def traffic(plan: Plan) -> str:
 
 
 def batch_sizes(plan: Plan, config: RunConfig) -> str:
-    """When each size of a batch that grows holds; of many sizes the first ones and the last ones."""
+    """The steps in which a growing batch has each size; of many sizes the first and the last ones."""
     rows = [["samples", "microbatches", "steps", "after samples", "bubble", "step s"]]
     segments = BatchSizes.of(config.train).segments
     for segment, last in last_steps(segments, config.train.steps):
-        of = plan.of_batch(segment.size)
-        calls = f"{of.gradient_accumulation_steps} x " if of.gradient_accumulation_steps > 1 else ""
-        first, seconds = segment.step + 1, of.step_time_s
+        part = plan.of_batch(segment.size)
+        calls = f"{part.gradient_accumulation_steps} x " if part.gradient_accumulation_steps > 1 else ""
+        first, seconds = segment.step + 1, part.step_time_s
         steps = f"{first:,} to {last:,}" if last > first else f"{first:,}"
-        priced = [f"{of.bubble_fraction:.1%}", f"{seconds:.3g}"]
-        rows.append([f"{segment.size:,}", f"{calls}{of.num_microbatches}", steps, f"{segment.sample:,}", *priced])
+        priced = [f"{part.bubble_fraction:.1%}", f"{seconds:.3g}"]
+        rows.append([f"{segment.size:,}", f"{calls}{part.num_microbatches}", steps, f"{segment.sample:,}", *priced])
     if len(rows) > _MOST_BATCH_SIZES:
         half = _MOST_BATCH_SIZES // 2
         rows = [*rows[:half], ["...", *[""] * (len(rows[0]) - 1)], *rows[-half:]]
@@ -195,7 +195,7 @@ def schedule_line(plan: Plan) -> str:
 
 
 def timeline(plan: Plan, width: int) -> list[str]:
-    """The step as a drawing, if a column or more for every forward fit into `width`."""
+    """The step as a drawing, if `width` has a column for every forward; else nothing."""
     spans = plan.num_microbatches * plan.sizes.vpp * 3 + 3 * plan.sizes.pp
     if plan.sizes.num_stages > _MOST_TIMELINE_STAGES or spans > width - 20:
         return []
@@ -204,7 +204,7 @@ def timeline(plan: Plan, width: int) -> list[str]:
 
 
 def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:
-    """Beside a plan, one line per problem; without one a line with their codes. stderr has them in full."""
+    """One line per problem beside a plan, else one line with all codes. stderr has the problems in full."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     if not planned:
         return f"no plan: {count}, {', '.join(dict.fromkeys(problem.code for problem in problems))}"

@@ -91,7 +91,7 @@ def published(name: str, table: Sequence[Mapping[str, Any]], columns: int) -> st
 
 
 def copy_to(recipe: Recipe, to: str | None) -> Path:
-    """Copy the file; returns the new one. Raises ConfigError if a file would be overwritten or cannot be written."""
+    """Copy the recipe's file; returns the new path. Raises ConfigError if that exists already or cannot be written."""
     target = Path(to or ".")
     if target.suffix != ".yaml":
         target = target / recipe.path.name
@@ -100,8 +100,8 @@ def copy_to(recipe: Recipe, to: str | None) -> Path:
 
 
 def write_new(target: Path, content: bytes, again: str) -> None:
-    """Write a file that is not there yet; `again` is the command line without the file's name. Raises ConfigError if it
-    would be overwritten or cannot be written."""
+    """Write a new file; `again` is the command line without the file's name. Raises ConfigError (PP-E126) if the file
+    exists already or cannot be written."""
     if target.exists():
         message = f"{target} exists, and nothing is ever overwritten"
         raise ConfigError(Problem("PP-E126", message, f"{again} {pasted(unused(target))}", "command line"))
@@ -114,7 +114,7 @@ def write_new(target: Path, content: bytes, again: str) -> None:
 
 
 def lines_of(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    """The lines of a recipe with these sections, each value with its source by dotted key (typed, if it has none)."""
+    """The lines of a recipe with these values, each with its source as a comment (`typed` without one)."""
     indent = "  " * prefix.count(".")
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""`ppctl rehearse`: run the job's ranks at full size here, with meta tensors, and hold the plan against them."""
+"""`ppctl rehearse`: run the job's ranks at full size here, with meta tensors, and compare the plan with them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from ppctl.runs.rundir import RunDir
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12
 _LAUNCH_SECONDS = 5e-6
-"""Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. The
-lower end, since this is a bound."""
+"""Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. This is
+the lower end, to give a lower bound."""
 _MIB = Unit("MiB", MIB)
 _EQUAL = "equal to the byte"
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if plan is not None and args.rank is not None and not 0 <= args.rank < plan.sizes.world:
         message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"
         problems.append(Problem("PP-E128", message, "--rank 0", "command line"))
-    if args.timeline is not None:  # a rehearsal takes a minute: what is wrong with the file is known before
+    if args.timeline is not None:  # check the file first: a rehearsal takes a minute
         problems += unwritable(Path(args.timeline))
     if plan is None or problems:
         raise ConfigError(problems)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _planned_for_gpus(line: Arguments) -> tuple[Composed, Plan | None, list[Problem]]:
-    """The plan as it is on GPUs, whatever this machine has: ranks are rehearsed as they run there."""
+    """The plan on GPUs, whatever this machine has: ranks are rehearsed as they run on GPUs."""
     composed, plan, problems = planning.planned(line, for_training=True)
     if composed.config.launch.device == "cuda":
         return composed, plan, problems
@@ -126,7 +126,7 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
 
 
 def _measure_all(directory: Path, ranks: Sequence[int]) -> list[Rehearsed]:
-    """The measurements of each rank, in order, in as many processes at a time as there are cores.
+    """The measurements of each rank, in order; each rank is a process, and as many run at a time as there are cores.
 
     Raises TrainingError (PP-E780) or ConfigError for the first rank that fails. No process outlives the call.
     """
@@ -165,7 +165,7 @@ def _output(directory: Path, rank: int, name: str) -> Path:
 
 
 def _failure(rank: int, out: str, error: str) -> PpctlError:
-    """The problems of the config that a rank has reported; else the end of its output (PP-E780)."""
+    """A failed rank's error: the problems of the config that it reported, else the end of its output (PP-E780)."""
     with suppress(ValueError, KeyError, IndexError):
         return ConfigError([Problem(**problem) for problem in json.loads(out.splitlines()[-1])["problems"]])
     lines = [line.removeprefix(f"[rank{rank}]: ") for line in error.splitlines() if line.strip()]
@@ -179,14 +179,14 @@ def _failure(rank: int, out: str, error: str) -> PpctlError:
 
 
 def _text(rehearsal: Rehearsal, columns: int) -> str:
-    """Everything, in paragraphs: the verdict first."""
+    """The whole rehearsal in paragraphs, the verdict first."""
     parts = [_verdict(rehearsal), _peaks(rehearsal), _state(rehearsal), _kept(rehearsal), _waits(rehearsal)]
     parts += [_launching(rehearsal), _layers(rehearsal), _messages(rehearsal)]
     return "\n\n".join(f"{prose(head, columns)}\n{table}".rstrip() for head, table in parts if head)
 
 
 _Part = tuple[list[str], str]
-"""Lines of words, which are wrapped, and below them a table, which is not; without lines it is left out."""
+"""(lines of prose, which are wrapped; a table below, which is not). Without lines the table is left out."""
 _Key = tuple[str, str]
 
 
@@ -254,7 +254,7 @@ def _peaks(rehearsal: Rehearsal) -> _Part:
 
 
 def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
-    """Rank, what, planned and measured bytes."""
+    """Yield (rank, name of the bytes, planned bytes, measured bytes) of the ranks' state."""
     for each in rehearsal.ranks:
         cost = rehearsal.cost_of(each.rank)
         yield each.rank, "weights", cost.weight_bytes, each.weight_bytes
@@ -356,7 +356,7 @@ def _messages(rehearsal: Rehearsal) -> _Part:
 
 
 def _by_rank(parts: Iterable[tuple[_Key, int, int, int]]) -> dict[_Key, dict[int, tuple[int, int]]]:
-    """Counts and bytes of the same key, added up for each rank. A part is its key, rank, count and bytes."""
+    """Counts and bytes of equal keys, added up for each rank. A part is (key, rank, count, bytes)."""
     by_key: dict[_Key, dict[int, tuple[int, int]]] = {}
     for key, rank, count, size in parts:
         sums = by_key.setdefault(key, {})

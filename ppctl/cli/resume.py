@@ -34,9 +34,9 @@ from ppctl.runs.run_starts import hold
 from ppctl.runs.rundir import RunDir
 
 _SEARCHED_BY = ("pipeline.pp_schedule", "pipeline.pp_schedule_csv", "pipeline.schedule_memory", "launch.device_memory")
-"""While these stay, a schedule that was searched for stays what was found: prices may have changed since."""
+"""While these keys stay, a searched schedule is kept, although prices may have changed since the search."""
 
-_MICRO_BATCH = "train.micro_batch_size"  # pipeline.pp_microbatch_size is the same value
+_MICRO_BATCH = "train.micro_batch_size"  # pipeline.pp_microbatch_size always has the same value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Go on. Exit codes as for train; 3 without a checkpoint."""
+    """Continue the run. Exit codes as for train; 3 without a checkpoint."""
     with local_run.start_of(args) as started:
         run_dir = named_run(args)
         with hold(run_dir, strictly=not started.is_rank):
@@ -67,7 +67,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
     if other := [] if args.allow else _forbidden(computed, sound, args):
-        # One --allow accepts both changes: who types it for one has read of the other.
+        # One --allow accepts both changes, because the message names both.
         with suppress(CheckpointError):
             done = step_of(find_checkpoint(str(source), args.dir))
             if not problems and jumps(before, composed.config, done):
@@ -94,7 +94,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
     plan = run.read_plan()
-    # Renamed, so that values of the run's own command line give way to those of this one.
+    # Renamed, so that this command line's values replace the values of the run's command line.
     sources = {key: f"run {run.id}" if text.startswith(PLACE) else text for key, text in plan.provenance.items()}
     problems: Sequence[Problem] = ()
     try:
@@ -106,14 +106,14 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
 
 
 def _displaced(changes: Mapping[str, list[Any]]) -> list[Problem]:
-    """One problem for each change that cannot take effect: a run stays in its directory."""
+    """One problem for each change of where the run is: a run stays in its directory."""
     moved = [key for key in ("log.name", "log.dir") if key in changes]
     why = "and a resumed run keeps its directory; leave it out"
     return [Problem("PP-E617", f"{key} was {changes[key][0]}, {why}", place=key) for key in moved]
 
 
 def _forbidden(changes: Mapping[str, list[Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
-    """One problem for each change of what is computed, from the config `before`: the numbers would be another run's."""
+    """One problem for each change from the config `before` that would change the numbers computed."""
     reasons = {key: "" for key in changes if key in keys_with("mathematics")}
     effect = _effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:
@@ -126,7 +126,7 @@ def _forbidden(changes: Mapping[str, list[Any]], before: RunConfig, args: argpar
 
 
 def _typed(args: argparse.Namespace) -> list[str]:
-    """The words that stood after `ppctl resume`, but for its switches."""
+    """The words that stood after `ppctl resume`, without its switches."""
     return [*filter(None, [args.run]), *(["--dir", str(args.dir)] if args.dir != RUNS else []), *args.line.overrides]
 
 
@@ -134,8 +134,8 @@ def _effect_of_microbatches(config: RunConfig) -> str | None:
     """Why the objective depends on how the global batch is divided into microbatches; None if it does not.
 
     Which ranks process the microbatches, and in how many schedule calls (data_parallel_size, pp_batch_size), never
-    matters: they are the same microbatches, taken from the global batch in its order. Losses by token and by sequence
-    (the z-loss, seq_aux_loss, multi-token prediction) are means over the global batch, however it is divided.
+    matters: the microbatches are the same, in the order of the global batch. Losses by token and by sequence (the
+    z-loss, seq_aux_loss, multi-token prediction) are means over the global batch.
     """
     model = config.model
     balances = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "aux_loss"
@@ -147,6 +147,7 @@ def _effect_of_microbatches(config: RunConfig) -> str | None:
 
 
 def _refuse_finished(run: RunDir, before: RunConfig, composed: Composed, checkpoint: Path) -> None:
+    """Raise ConfigError (PP-E618) if the checkpoint is at the last step of the run, or after it."""
     done, steps = step_of(checkpoint), composed.config.train.steps
     finished = run.status()["state"] == "finished" and done == steps
     if finished or done > steps:

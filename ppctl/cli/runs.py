@@ -1,4 +1,4 @@
-"""Shared by commands that take a run: their arguments, its facts, and texts that name it."""
+"""Shared by commands that take a run: their arguments, the run's facts, and texts that name it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
 LOST = "lost"
-"""The state of a run that has started by its status.json, and has no process any more."""
+"""The state of a run whose status.json says that it runs, but that has no process."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def named_run(args: argparse.Namespace) -> RunDir:
 
 
 def program() -> str:
-    """How to call ppctl here: by its name if it is on the PATH, else by its path."""
+    """The command that calls ppctl here: its name if it is on the PATH, else its path."""
     if shutil.which("ppctl"):
         return "ppctl"
     script = Path(sys.executable).with_name("ppctl")
@@ -66,8 +66,8 @@ def program() -> str:
 
 def short_path(path: Path) -> str:
     """A path, relative to the working directory if it is below it."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    directory = Path.cwd()
+    return str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def lives(run: RunDir) -> list[str]:
 
     def text(one: dict[str, Any]) -> str:
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in one.get("start_up", {}).items())
-        said = f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}"
-        return f"{said} ({phases})" if phases else said
+        text_of_start = f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}"
+        return f"{text_of_start} ({phases})" if phases else text_of_start
 
     return [text(one) for one in run.environment().get("starts", ())[1:]]
 
@@ -116,13 +116,13 @@ def readable(read: Callable[[], T]) -> T | None:
 
 
 def checkpoint_of(run: RunDir) -> Path | None:
-    """The checkpoint that a start would go on from; None even if the directory cannot be read."""
+    """The checkpoint that a start would go on from; None also if the directory cannot be read."""
     newest = readable(lambda: checkpoint_folder.find(run.checkpoints))
     return None if newest is None else newest.path
 
 
 def _state(run: RunDir, status: dict[str, Any]) -> tuple[str, str | None]:
-    """(the state in status.json, or `lost` if no process runs it; why, if its process is known: then it is at once)."""
+    """(the state in status.json, or `lost` if no process runs the run; why, if its process is known to be gone)."""
     state = str(status["state"])
     if state not in STARTED or is_held(run):
         return state, None

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _labels(runs: Sequence[RunDir]) -> list[str]:
-    """For each run the words that set it apart from the others of its name."""
+    """For each run the words that set it apart from other runs of its name."""
     of_name: dict[str, list[RunDir]] = {}
     for run in runs:
         of_name.setdefault(run.name, []).append(run)
@@ -90,7 +90,7 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
 
 
 def _flat(run: RunDir) -> dict[str, str]:
-    """Key -> its text in config.yaml, as ppctl writes that file: to parse hundreds of files would take seconds."""
+    """Key -> its text in config.yaml, read line by line: parsing hundreds of files would take seconds."""
     values, section = {}, ""
     with suppress(OSError, UnicodeDecodeError):
         text = read_whole(run.path / "config.yaml", follow=False).decode()
@@ -101,7 +101,7 @@ def _flat(run: RunDir) -> dict[str, str]:
 
 
 def _shown(one: dict[str, Any]) -> str:
-    """A fact a line, folded between words, but for the command, which is to be pasted."""
+    """One fact per line, wrapped between words except for the command, which a user may paste."""
     rows = {key: str(value) for key, value in one.items() if value is not None and key != "time"}
     name = max(map(len, one))
     columns = width(UNFOLDED)
@@ -128,8 +128,7 @@ def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """The runs as a table; on a narrow terminal the time of day without seconds, or without its year, and in the end
-    without what sets runs apart."""
+    """The runs as a table. On a narrow terminal without seconds or year, or the column that sets runs apart."""
     columns = width(UNFOLDED)
     differ = [True, False] if any(one["differs"] for one in runs) else [False]
     tables = [_table(runs, form, columns, differs) for differs in differ for form in _TIMES]
@@ -149,7 +148,7 @@ def _table(runs: list[dict[str, Any]], time_form: str, columns: int, differs: bo
 def _delete(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     """Delete `runs` after asking; returns 1 if the answer is no. Raises ConfigError with the problems of all runs.
 
-    A run disappears by one rename, and is then removed: what an interruption leaves, the next `delete` removes.
+    A run disappears by one rename, and its files are then removed; the next `delete` removes what an interruption left.
     """
     remains = [path for path in args.dir.absolute().glob("*/.*.deleted") if _is_own(path)]
     states = [state_of(run) for run in runs]
@@ -199,6 +198,6 @@ def _is_own(path: Path) -> bool:
 
 
 def _bytes_of(directory: Path) -> int:
-    """Bytes of all files below a directory, those with several names once."""
+    """Bytes of all files below a directory; a file with several links counts once."""
     files = [os.lstat(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names]
     return sum({(file.st_dev, file.st_ino): file.st_size for file in files}.values())

@@ -1,7 +1,7 @@
 """`ppctl search`: the fastest configurations of a model on a number of GPUs, with the proof that no other is faster.
 
-Knows what is typed, what is drawn while it searches, and files that it writes. Must not know how the search works
-(`ppctl.search`), nor how the answer looks (`search_text`).
+Knows the arguments, the progress bar and the files written. Must not know how the search works (`ppctl.search`), nor
+the form of the answer (`search_text`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from ppctl.search.refine import Refinement
 from ppctl.search.space import AXES, SEARCHED, SearchSpace, contradictions, planned_problems
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
-"""Keys of which a profile has measured one value."""
-_SECONDS, _REFINED = 20.0, 3  # of work that rows are refined with, and how many, if nothing is asked
-_TOLD = 2.0  # seconds between lines about a search on a pipe
+"""Keys that a profile has measured at one value only."""
+_SECONDS, _REFINED = 20.0, 3  # the defaults: seconds of work to refine rows, and number of rows
+_SECONDS_BETWEEN_LINES = 2.0  # about a search, on a pipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if not search.found and not interrupted:
         raise _nothing(args, search)
     listed, firsts = rows(search), dict[tuple[str, ...], int]()
-    with suppress(KeyboardInterrupt):  # the answer is whole without
+    with suppress(KeyboardInterrupt):  # the answer is complete without refinement
         firsts = {} if interrupted else moved(search, listed)
     lines = [search_text.line(args.line.overrides, search.space, row.planned.configuration) for row in listed]
     changes = against(search, asked) if asked is not values and listed else []
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) -> dict[str, Any] | None:
-    """The best of rows that were planned again until work was done or Ctrl-C came; None if none were."""
+    """Plan the best rows again until the time is up or Ctrl-C. Returns `refined` of --json; None if this is off."""
     seconds, most = (_SECONDS, _REFINED) if args.refine is None else (args.refine, len(listed))
     if not seconds or not listed:
         return None
@@ -154,10 +154,10 @@ def _on(args: argparse.Namespace, nodes: int) -> list[str]:
 
 
 def _asked(text: str, values: ConfigValues) -> ConfigValues:
-    """`values` with those of --against. Raises ConfigError with all problems if the rules forbid them."""
+    """`values` with the overrides of --against. Raises ConfigError with all problems if a rule forbids them."""
     try:
         line = normalise(shlex.split(text), {}, "search")
-    except ValueError as error:  # a quote that is not closed
+    except ValueError as error:  # an unclosed quote
         raise ConfigError(Problem("PP-E105", f"--against {text!r}: {error}", "--against 'tp=8 pp=4'", PLACE)) from None
     asked = parse_overrides(" ".join(line.overrides))
     searched = {full_name(key) for key in (*SEARCHED, SEQUENCE, MODULES)}
@@ -177,7 +177,7 @@ def _asked(text: str, values: ConfigValues) -> ConfigValues:
 
 
 def _to_the_end(search: Search, *, alone: bool = False) -> bool:
-    """Search, `alone` for the first configuration, and draw how far it is. Returns whether it was interrupted."""
+    """Search, `alone` without similar configurations, and draw the progress. Returns whether it was interrupted."""
     try:
         with _progress() as show:
             for _ in search.run():
@@ -191,15 +191,15 @@ def _to_the_end(search: Search, *, alone: bool = False) -> bool:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Search], None]]:
-    """Yield a function that draws how many configurations are decided, and the best so far; on a pipe in lines."""
+    """Yield a function that shows how many configurations are decided, and the best, as a bar or (in a file) lines."""
     if not sys.stderr.isatty():
-        told = monotonic()
+        last = monotonic()
 
         def tell(search: Search) -> None:
-            nonlocal told
-            if monotonic() - told >= _TOLD:
+            nonlocal last
+            if monotonic() - last >= _SECONDS_BETWEEN_LINES:
                 note(search_text.so_far(search))
-                told = monotonic()
+                last = monotonic()
 
         yield tell
         return
@@ -210,8 +210,8 @@ def _progress() -> Iterator[Callable[[Search], None]]:
         task = bar.add_task("dividing the ranks", total=None)
 
         def show(search: Search) -> None:
-            of, said = search.counts, search_text.so_far(search)
-            bar.update(task, total=of.total or None, completed=of.total - of.undecided, description=said)
+            counts, text = search.counts, search_text.so_far(search)
+            bar.update(task, total=counts.total or None, completed=counts.total - counts.undecided, description=text)
 
         yield show
 
@@ -220,7 +220,7 @@ def _progress() -> Iterator[Callable[[Search], None]]:
 
 
 def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
-    """The config that is searched, and measured costs. Raises ConfigError with all problems."""
+    """(the values to search from, measured costs). Raises ConfigError with all problems."""
     config, problems = composed(args.line)
     values = ConfigValues(config.config, config.provenance)
     if problems and hides_model(config, problems):
@@ -231,7 +231,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     problems = [problem for problem in problems if problem.message not in of_values]
     wrong = check(space.neutral.config, space.neutral.provenance)
     if wrong and (problems or beyond_limits(space.neutral.config) or space.first is None):
-        problems += wrong  # else they are of values that are searched
+        problems += wrong  # other problems are of values that the search replaces
     violations: Violations = []
     measured = read_profile(values, violations)
     if problems or violations:
@@ -240,14 +240,14 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
 
 
 def _space(args: argparse.Namespace, values: ConfigValues, nodes: int | None = None) -> SearchSpace:
-    """The configurations on so many nodes, or those of the config. Keys stay that are named, and those of which a
-    profile has measured one value."""
+    """The configurations on `nodes` nodes (None: as the config says). Keys that are typed, or that a profile has
+    measured at one value, keep their value."""
     kept = [*args.keep, *(_MEASURED if values[PROFILE] is not None else ())]
     return SearchSpace(values if nodes is None else values.overridden({"nodes": nodes}), kept)
 
 
 def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems that keep a search from being made at all."""
+    """Problems that make a search impossible."""
     if values["nodes"] is None and values["gpus_per_node"] is None:
         words = "nodes=1 gpus_per_node=8" if args.nodes is None else "gpus_per_node=8"
         yield Problem("PP-E228", "a search needs the number of GPUs", words, PLACE)
@@ -264,7 +264,7 @@ def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Prob
 
 
 def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPlanError:
-    """The error of a search that found nothing: what is typed contradicts itself, or does not fit the memory."""
+    """The error of a search that found nothing: typed values contradict each other, or nothing fits the memory."""
     space, counts = search.space, search.counts
     if not counts.memory and not search.over:
         return ConfigError(contradictions(space))
@@ -282,8 +282,8 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
 
 
 def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search | None]:
-    """Numbers of nodes on which nothing fits either, and the search on the least one that was tried on which something
-    does: doublings, and then between the last two."""
+    """(larger numbers of nodes on which nothing fits, the search on the least number tried on which something fits).
+    Doubles the number, then tries those between the last two."""
     values, tried = search.space.values, list[int]()
     least, best = values["nodes"] or 1, None
 
@@ -295,7 +295,7 @@ def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search
             tried.append(nodes)
         return None
 
-    with suppress(KeyboardInterrupt), _progress() as show:  # that nothing fits is known by now
+    with suppress(KeyboardInterrupt), _progress() as show:  # Ctrl-C leaves the answer that nothing fits
         if best := tries(least * 2**power for power in range(1, 7)):
             most, least = best.space.values["nodes"], max(tried, default=least)
             step = -(-(most - least) // 8)
@@ -307,7 +307,7 @@ def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search
 
 
 def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
-    """Why files cannot be written, before a search of a minute; and a time that is none."""
+    """Problems of the files to write, found before a search of a minute, and of times that cannot be read."""
     for option, name, code in (("--write", Path("found.yaml"), "PP-E127"), ("--html", Path("found.html"), "PP-E129")):
         path = Path(getattr(args, option[2:]) or "")
         reason = obstacle(path) if path.suffix == name.suffix else f"its name must end in {name.suffix}"
@@ -324,7 +324,7 @@ def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def recipe(search: Search) -> str:
-    """The first configuration as a recipe: every value that is no default, with its source."""
+    """The fastest configuration as a recipe: every value that is not the default, with its source."""
     space, first = search.space, search.found[0]
     values, found = space.values_of(first.configuration), {full_name(key) for key in space.words(first.configuration)}
     gpus, rate = search_text.number(space.world, "GPU"), f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned"

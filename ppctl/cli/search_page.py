@@ -15,7 +15,7 @@ from ppctl.plan.memory_limit import GIB
 from ppctl.search.branch import Search
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 960, 460, 70, 20
-_WIDEST = 2.0  # the slowest step that is drawn, in steps of the fastest
+_WIDEST = 2.0  # the slowest step that is drawn, in times of the fastest
 _STYLE = (
     ":root{color-scheme:light dark}body{font:14px/1.45 system-ui,sans-serif;margin:20px;max-width:1100px}"
     "div{overflow-x:auto}svg{min-width:700px}"
@@ -31,12 +31,12 @@ def page(search: Search) -> str:
     head += f"<meta name='viewport' content='width=device-width'><style>{_STYLE}</style></head>"
     head += f"<body><h1>{escape(title)}</h1><p>{escape(counts(search))}</p>"
     return "\n".join(
-        [head, *(_field(search) if search.found else ["<p>nothing that fits was planned</p>"]), "</body>\n"]
+        [head, *(_scatter_plot(search) if search.found else ["<p>nothing that fits was planned</p>"]), "</body>\n"]
     )
 
 
-def _field(search: Search) -> Iterator[str]:
-    first, limit = search.found[0].plan.step_time_s, search.found[0].plan.limit  # a search has a limit
+def _scatter_plot(search: Search) -> Iterator[str]:
+    first, limit = search.found[0].plan.step_time_s, search.found[0].plan.limit
     points = [each for each in (*search.found, *search.over) if each.plan.step_time_s <= _WIDEST * first]
     cut = [branch for branch in search.tree.heap if branch.seconds <= _WIDEST * first]
     times = [*(each.plan.step_time_s for each in points), *(branch.seconds for branch in cut)]
@@ -61,7 +61,7 @@ def _field(search: Search) -> Iterator[str]:
     columns: Counter[int] = Counter()
     for branch in cut:
         columns[x(branch.seconds)] += branch.size
-    for at, size in sorted(columns.items()):  # longer where there are more
+    for at, size in sorted(columns.items()):  # longer ticks for more configurations
         yield f'<path stroke-width="2" d="M{at} {below + 2}v{5 + 6 * log10(size + 1):.0f}">'
         yield f"<title>cut off by their bounds: {number(size, 'configuration')}</title></path>"
     for place, each in reversed([*enumerate(points)]):

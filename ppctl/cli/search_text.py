@@ -1,4 +1,4 @@
-"""The answer of a search as text: a table, lines to paste, what was cut off and why. Standard library only.
+"""The answer of a search as text: a table, commands to paste, what was cut off and why. Standard library only.
 
 Knows columns and units. Must not know streams, nor how a search works.
 """
@@ -36,26 +36,26 @@ def text(
 
 
 def number(count: int, one: str, many: str = "") -> str:
-    """A number with a noun or a verb in the singular or the plural, which is `many`, or else has an s."""
+    """`count` with a noun or verb: `one` for the singular, for the plural `many` (default: `one` with an s)."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def counts(search: Search) -> str:
     """How many configurations were cut off, left and planned, and what that proves."""
-    of = search.counts
-    total, planned = number(of.total, "configuration"), number(of.planned, "was planned", "were planned")
-    cut = number(of.memory, "needs", "need") + " more memory than there is"
-    cut += f", {number(of.rules, 'is', 'are')} against a rule" * bool(of.rules)
+    numbers = search.counts
+    total, planned = number(numbers.total, "configuration"), number(numbers.planned, "was planned", "were planned")
+    cut = number(numbers.memory, "needs", "need") + " more memory than there is"
+    cut += f", {number(numbers.rules, 'is', 'are')} against a rule" * bool(numbers.rules)
     if not search.proved:
         seen = total if search.counted else f"the {total} looked at until then"
-        more = "others may be faster" if of.planned else "to search fewer, type what you know, as tp=1 cp=1 mbs=1"
-        return f"interrupted: of {seen} {cut}, {of.undecided:,} had not been decided, {planned}; {more}"
+        more = "others may be faster" if numbers.planned else "to search fewer, type what you know, as tp=1 cp=1 mbs=1"
+        return f"interrupted: of {seen} {cut}, {numbers.undecided:,} had not been decided, {planned}; {more}"
     proof = f"none is more than {CLOSE:.0%} faster than the first under these prices" if search.found else "none fits"
-    return f"of {total} {cut}, {number(of.left, 'is', 'are')} slower by their bound, {planned}; {proof}"
+    return f"of {total} {cut}, {number(numbers.left, 'is', 'are')} slower by their bound, {planned}; {proof}"
 
 
 def table(listed: Sequence[AnswerRow], columns: int) -> str:
-    """A row for each configuration, below its figures where beside them there is too little room."""
+    """A row for each configuration; on a narrow screen the configuration stands below its figures."""
     head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by"]
     body, ways = [head], [["configuration"]]
     for number, row in enumerate(listed, 1):
@@ -82,41 +82,43 @@ _AGAIN = {"modules": "recompute-modules", "full": "recompute-full"}
 _SHARDED = {"optimizer_gradients": "sharded", "full": "sharded-full"}
 
 
-def sizes(of: Configuration) -> str:
-    """A configuration in short words, without what is 1."""
-    named = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "vpp": of.vpp, "ep": of.ep, "etp": of.etp if of.etp != of.tp else 1}
+def sizes(point: Configuration) -> str:
+    """A configuration in short words, without sizes that are 1."""
+    named = {name: getattr(point, name) for name in ("tp", "cp", "pp", "vpp", "ep")}
+    named["etp"] = point.etp if point.etp != point.tp else 1
     words = [f"{name}{size}" for name, size in named.items() if size > 1]
-    words += [f"mbs{of.micro_batch_size}", _AGAIN.get(of.recomputation, ""), of.schedule if of.pp > 1 else ""]
-    return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
+    words += [f"mbs{point.micro_batch_size}", _AGAIN.get(point.recomputation, "")]
+    words += [point.schedule] * (point.pp > 1)
+    return " ".join(filter(None, [*words, _SHARDED.get(point.data_parallel_sharding, "")]))
 
 
 def order(listed: Sequence[AnswerRow], firsts: Mapping[tuple[str, ...], int], *, compared: bool) -> str:
-    """How sure the order is."""
+    """How certain the order is."""
     best = listed[0].planned.plan.step_time_s
     close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)
-    said = f"the first {close} are within {BAND:.1%} of each other, the median error of plans ({BAND_SOURCE})"
+    note = f"the first {close} are within {BAND:.1%} of each other, the median error of plans ({BAND_SOURCE})"
     if close == 1:
-        said = f"no other division of the ranks {f'is within {BAND:.1%}' if compared else 'was planned yet'}"
+        note = f"no other division of the ranks {f'is within {BAND:.1%}' if compared else 'was planned yet'}"
     elif not compared:
-        said += "; interrupted before all others were planned"
+        note += "; interrupted before all others were planned"
     for number in sorted({*firsts.values()} - {0}):
         named = [" and ".join(slower) for slower, first in firsts.items() if first == number]
-        said += f"; priced again with {', or with '.join(named)} a tenth slower, number {number + 1} is first"
+        note += f"; priced again with {', or with '.join(named)} a tenth slower, number {number + 1} is first"
     stays = "; priced again with links, memory or products or two of them a tenth slower, the first stays"
-    return said + stays * (bool(firsts) and not any(firsts.values()))
+    return note + stays * (bool(firsts) and not any(firsts.values()))
 
 
 def reason(first: float, other: Other) -> str:
-    """Why the first configuration has another value of an axis."""
+    """Why the fastest configuration has a different value of an axis."""
     name = f"{other.axis}={other.value}"
     if other.seconds is None:
         return f"{name}: nothing with it fits the memory"
     more = other.seconds / first - 1
     share = f"; {other.reason} {'takes' if other.reason[-1] != 's' else 'take'} {other.share:.0%}"
-    said = f"{more:.1%} slower{_error(more)}" if more >= 0.0005 else "as fast"
+    cost = f"{more:.1%} slower{_error(more)}" if more >= 0.0005 else "as fast"
     if not other.planned:
-        said = f"at least {said}" if more >= 0.0005 else "perhaps as fast"
-    return f"{name}: {said}{share * (other.share >= 0.01)}"
+        cost = f"at least {cost}" if more >= 0.0005 else "perhaps as fast"
+    return f"{name}: {cost}{share * (other.share >= 0.01)}"
 
 
 def _error(share: float) -> str:
@@ -126,35 +128,35 @@ def _error(share: float) -> str:
 
 def so_far(search: Search) -> str:
     """The best so far in one line."""
-    of = search.counts
-    seen = number(of.total, "configuration") + " seen" * (not search.counted)
-    said = f"{of.total - of.undecided:,} of {seen} decided on "
-    said += f"{number(search.space.world, 'GPU')}, {of.planned:,} planned"
+    done = search.counts
+    seen = number(done.total, "configuration") + " seen" * (not search.counted)
+    note = f"{done.total - done.undecided:,} of {seen} decided on "
+    note += f"{number(search.space.world, 'GPU')}, {done.planned:,} planned"
     if not search.found:
-        return said + "; none fits yet" * bool(of.planned)
+        return note + "; none fits yet" * bool(done.planned)
     best = search.found[0]
-    return f"{said}; best so far {best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
+    return f"{note}; best so far {best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
 
 
-def refinement(of: Mapping[str, Any]) -> str:
-    """Text of what planning rows again has found, from the JSON's `refined`."""
-    best, rows = of["best"], "the first row" if of["rows"] == 1 else f"the first {of['rows']} rows"
-    said = f"refined ({number(of['plans'], 'plan')} of {rows}{'' if of['complete'] else ', ended early'}): "
+def refinement(data: Mapping[str, Any]) -> str:
+    """The result of planning rows again, in words; `data` is the JSON's `refined`."""
+    best, rows = data["best"], "the first row" if data["rows"] == 1 else f"the first {data['rows']} rows"
+    note = f"refined ({number(data['plans'], 'plan')} of {rows}{'' if data['complete'] else ', ended early'}): "
     if best is None:
-        return said + ("nothing is faster than the first" if of["plans"] or of["complete"] else "none was finished")
-    said += f"number {best['row']} is " * (best["row"] != 1) + f"{best['faster']:.1%} faster than the first"
-    return f"{said} with {overrides_text(best['words'])}{_error(best['faster'])}:\n{best['line']}"
+        return note + ("nothing is faster than the first" if data["plans"] or data["complete"] else "none was finished")
+    note += f"number {best['row']} is " * (best["row"] != 1) + f"{best['faster']:.1%} faster than the first"
+    return f"{note} with {overrides_text(best['words'])}{_error(best['faster'])}:\n{best['line']}"
 
 
-def line(typed: Sequence[str], space: SearchSpace, of: Configuration, more: Overrides | None = None) -> str:
+def line(typed: Sequence[str], space: SearchSpace, point: Configuration, more: Overrides | None = None) -> str:
     """The command that trains a configuration, with `more` words."""
-    made = overrides_text({**space.words(of), **(more or {})}).split(" ")
+    made = overrides_text({**space.words(point), **(more or {})}).split(" ")
     words = [*(retyped([each]) for each in typed), *made]
     return " ".join(["ppctl train", *map(_short, filter(None, words))])
 
 
 def _short(word: str) -> str:
-    """A word with the short name of its key; a value may have such text, too, and stays."""
+    """A word with the short name of its key; its value stays as it is."""
     key, equals, value = word.partition("=")
     return f"{SHORT.get(key, key)}{equals}{value}"
 
@@ -178,9 +180,9 @@ def frontier(found: Sequence[tuple[Search, list[AnswerRow]]], columns: int) -> s
 
 
 def compared(search: Search, changes: Sequence[Change]) -> str:
-    """Where a configuration that was asked about stands, and what one change would give."""
+    """The rank of the configuration of --against, and the effect of each single change to it."""
     first, asked = search.found[0].plan.step_time_s, changes[0]
-    assert asked.step_time_s is not None  # else it is refused before the search
+    assert asked.step_time_s is not None  # a hanging schedule is refused before the search
     faster = sum(each.plan.step_time_s < asked.step_time_s for each in search.found)
     fits = "" if asked.fits else f", and does not fit ({amount(asked.peak)} at its peak)"
     lines = [
@@ -190,8 +192,8 @@ def compared(search: Search, changes: Sequence[Change]) -> str:
     ]
     for change in changes[1:]:
         if change.step_time_s is None:
-            said = "against a rule"
+            effect = "against a rule"
         else:
-            said = f"{change.step_time_s / asked.step_time_s - 1:+.1%}" + ", does not fit" * (not change.fits)
-        lines.append(f"  {overrides_text(change.words)}: {said}")
+            effect = f"{change.step_time_s / asked.step_time_s - 1:+.1%}" + ", does not fit" * (not change.fits)
+        lines.append(f"  {overrides_text(change.words)}: {effect}")
     return "\n".join(lines)

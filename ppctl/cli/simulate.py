@@ -30,7 +30,7 @@ _MORE = {
     "tw": "; schedules that split backwards move it away from tb",
 }
 MOST_ROWS = 32
-"""The most stages that a screen shows."""
+"""The most stages that are drawn on a screen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +86,13 @@ def _named(args: argparse.Namespace) -> Schedule:
 
 
 def _searched(args: argparse.Namespace) -> FoundSchedule:
-    """The best schedule of `--vpp` chunks per rank; without it, of one chunk, or of two on a V."""
+    """The best schedule with `--vpp` chunks per rank; by default one, or two on a V. Raises ScheduleError."""
     places = placements(args.pp, args.vpp) if args.vpp else [*placements(args.pp, 1), placements(args.pp, 2)[-1]]
     tasks = []
     for place in places:
         stages = place.num_stages
-        sizes = [1.0 / unit_of_memory([1.0] * stages, args.pp, args.microbatches)] * stages  # in units of --memory
+        # sizes in units of --memory
+        sizes = [1.0 / unit_of_memory([1.0] * stages, args.pp, args.microbatches)] * stages
         prices = costs(args, stages, stages // args.pp)
         tasks.append(Task(place, args.microbatches, prices, sizes, [memory(args)] * args.pp))
     try:

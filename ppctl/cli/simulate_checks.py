@@ -22,21 +22,21 @@ TIMES = {
     "tcomm": "delay of every message",
 }
 MOST_MS = 1e12
-"""About 30 years: more is a slip, and sums of it would end at infinity."""
+"""About 30 years: a longer time is a mistake, and sums of such times would become infinite."""
 MOST_ACTIONS = 5_000_000
 """More actions would take minutes and gigabytes: some size is a mistake."""
 MOST_SEARCHED = 150_000
 """The most actions of a schedule that a search makes again and again: about 20 s."""
 
 _FEW_RANKS, _MANY_CHUNKS = 32, 8
-"""Up to here it is the microbatches that are too many; from there on the chunks."""
+"""Up to here the microbatches count as too many; above, the chunks."""
 
 _PLACE = "command line"
 _USUAL_SIZES = {"--pp": 4, "--microbatches": 8}
 
 
 def memory(args: argparse.Namespace) -> float:
-    """Activations that a rank may hold, in units of what 1F1B holds on its first rank."""
+    """The limit of a rank's activations, as a multiple of what 1F1B holds on its first rank."""
     return 1.0 if args.memory is None else float(args.memory)
 
 
@@ -55,8 +55,8 @@ def schedule_of_file(args: argparse.Namespace) -> Schedule:
         located = [replace(each, place=f"{args.schedule}, {each.place}".rstrip(", ")) for each in error.problems]
         raise ConfigError([*located, *problems]) from None
     place = schedule.placement
-    there = {"pp": place.pp, "vpp": place.num_stages // place.pp, "microbatches": schedule.num_microbatches}
-    for name, size in there.items():
+    found = {"pp": place.pp, "vpp": place.num_stages // place.pp, "microbatches": schedule.num_microbatches}
+    for name, size in found.items():
         if getattr(args, name) not in (None, size):
             message = f"--{name} {getattr(args, name)}: {args.schedule} has {size}"
             problems.append(Problem("PP-E128", message, f"--{name} {size}", _PLACE))
@@ -103,7 +103,7 @@ def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
     if actions <= MOST_ACTIONS:
         return []
     message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
-    few = 2 * _FEW_RANKS  # as many as a V needs
+    few = 2 * _FEW_RANKS  # a V schedule needs 2 pp microbatches
     remedy = f"--microbatches {few}"
     if args.pp > _FEW_RANKS or few * of_one > MOST_ACTIONS:
         remedy = f"--pp 8 {remedy}" + " --vpp 2" * ((args.vpp or 1) > _MANY_CHUNKS)

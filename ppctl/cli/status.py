@@ -56,7 +56,8 @@ def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
 
 
 def _progress(run: RunDir) -> dict[str, Any]:
-    """The steps in all, the speed over the last twenty, and the seconds that the rest takes at it; None if unknown."""
+    """The total of steps, the speed over the last twenty, and the seconds that the remaining steps take at that speed;
+    None where unknown."""
     records = run.metrics_file(last=20).read()
     config = readable(run.read_config)
     total = None if config is None else config.train.steps
@@ -87,7 +88,7 @@ def _next(run: RunDir, report: dict[str, Any]) -> str | None:
 
 
 def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
-    """The edge whose best message before the first step took longest, and how many edges there are."""
+    """The edge whose best message before the first step took longest, and the number of edges; None without edges."""
     contacts = [one for one in edges.get("contacts", ()) if not one["name"].startswith("group")]
     if not contacts:
         return None
@@ -114,7 +115,7 @@ def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
 
 
 def _text(report: dict[str, Any], columns: int) -> str:
-    """The run in lines of at most `columns` columns, but for its ranks' table, paths and what is to be pasted."""
+    """The run in lines of at most `columns` columns, except for the ranks' table, paths, and text to paste."""
     parts = [prose(_said(report), columns)]
     now = time.time()
     if _tells(report):
@@ -125,14 +126,14 @@ def _text(report: dict[str, Any], columns: int) -> str:
 
 
 def _tells(report: dict[str, Any]) -> bool:
-    """Whether the ranks' last heartbeats say more than the steps on record: those of a lost run may be older."""
+    """Whether the ranks' last heartbeats are newer than the recorded steps; a lost run's may be older."""
     lost, rows = report["state"] == LOST, report["ranks"]
     return bool(rows) and (report["state"] in STARTED or (lost and max(r["step"] for r in rows) >= report["step"]))
 
 
 def _said(report: dict[str, Any]) -> list[str]:
-    of = f" of {report['total']:,}" if report["total"] else ""
-    lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']:,}{of}"]
+    total = f" of {report['total']:,}" if report["total"] else ""
+    lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']:,}{total}"]
     if report["loss"] is not None:
         lines.append(", ".join(_figures(report)))
     if report["steps_back"]:
@@ -191,8 +192,7 @@ def _ages(report: dict[str, Any], now: float) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
-    """A row per rank: the steps that it had done when its host published last, where it was, since when, and what it
-    waits for."""
+    """A row per rank: its steps when its host last published, its last action, since when, and what it waits for."""
     table = [["rank", "host", "done", "last action", "now", "for", "waits for"]]
     for row in rows:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"

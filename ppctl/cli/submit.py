@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit one run, or with -m the runs of the command line that have no job and have not finished, as an array job.
+    """Submit one run, or with -m as an array job all runs of the command line that have no job and have not finished.
     Exit codes: 0 submitted, 2 config or the system refuses, 3 checkpoint, 4 memory."""
     several = bool(args.line.lists)
     if args.on == KUBERNETES:
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     _submit([(each, job) for each, job in zip(swept, jobs, strict=True) if not each.is_settled])
     rows = [(each, each.run, str(each.run.job().get("job"))) for each in swept if each.run]
     if args.json:
-        told = [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]
-        print(json.dumps({"runs": told} if several else told[0]))
+        submitted = [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]
+        print(json.dumps({"runs": submitted} if several else submitted[0]))
     elif several:
         print(aligned([job, each.label, each.state, short_path(run.path)] for each, run, job in rows))
     else:
@@ -98,8 +98,8 @@ def _submit_to_cluster(launch: Launch, args: argparse.Namespace) -> int:
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
-    told = {"run": str(run.path), "id": run.id, "job": name}
-    print(json.dumps(told)) if args.json else _show(run, name)
+    submitted = {"run": str(run.path), "id": run.id, "job": name}
+    print(json.dumps(submitted)) if args.json else _show(run, name)
     return 0
 
 
@@ -110,7 +110,7 @@ def _show(run: RunDir, job: str) -> None:
 
 
 def _plan_row(task: int, run: SweptRun) -> list[str]:
-    """One line on the run that a task of the array would train: its values, and what its plan promises."""
+    """One line on the run of a task of the array: its values, and its plan's figures."""
     plan = run.launch.plan
     peak = amount(max(cost.peak_bytes for cost in plan.pp_ranks))
     speed = f"{plan.timing.tokens_per_s:,.0f} tokens/s"
@@ -120,7 +120,7 @@ def _plan_row(task: int, run: SweptRun) -> list[str]:
 def prepare(args: argparse.Namespace) -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems if it cannot be submitted.
 
-    Only a dry run goes on with what this release cannot train, which it notes; it looks at no files.
+    Only a dry run accepts settings that this release cannot train (with a note), and it reads no files.
     """
     from ppctl.data.load import examine
 
@@ -147,7 +147,7 @@ def prepare(args: argparse.Namespace) -> Launch:
 
 
 def _job(launch: Launch) -> SlurmJob:
-    """The SLURM job of a run whose directory, which is not made yet, is called ID. Raises as `_job_to_wait_for`."""
+    """The SLURM job of a run whose directory is not made yet (the script calls it ID). Raises as `_job_to_wait_for`."""
     config = launch.config
     nodes, ranks_per_node = machines(config.launch.nodes, config.launch.gpus_per_node, launch.plan.sizes.world)
     return SlurmJob(
@@ -163,7 +163,7 @@ def _job(launch: Launch) -> SlurmJob:
 
 
 def _of_nodes(config: RunConfig, plan: Plan) -> Iterator[Problem]:
-    """The problems of a job whose nodes must hold all ranks of a plan."""
+    """Yield the problems of a job whose nodes do not hold exactly the plan's ranks."""
     launch = config.launch
     if launch.device == "any":
         message = "launch.device=any depends on the machine's GPUs, and the nodes of a job may have others"
@@ -173,7 +173,7 @@ def _of_nodes(config: RunConfig, plan: Plan) -> Iterator[Problem]:
 
 
 def _job_to_wait_for(config: RunConfig) -> str | None:
-    """The job of the run `launch.after`, unless that has finished. Raises ConfigError if no job will finish it."""
+    """The job of the run `launch.after`, None if that has finished. Raises ConfigError if no job will finish it."""
     if config.launch.after is None:
         return None
     before = find_run(config.launch.after, Path(config.log.dir))
@@ -189,8 +189,8 @@ def _job_to_wait_for(config: RunConfig) -> str | None:
 
 
 def _submit(waiting: Sequence[tuple[SweptRun, SlurmJob]]) -> None:
-    """Submit the script of each run, of several as one array job; makes directories where there are none. If SLURM
-    refuses, no new one is left behind."""
+    """Submit the runs' scripts, several as one array job, and make missing run directories. If SLURM refuses, no new
+    directory is left behind."""
     runs: list[RunDir] = []
     if not waiting:
         return
@@ -217,7 +217,7 @@ def _submit(waiting: Sequence[tuple[SweptRun, SlurmJob]]) -> None:
 
 
 def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:
-    """An array job has one size and one time limit."""
+    """Yield the problems of jobs that differ in size or time limit, which an array job cannot."""
     own = ("--job-name=", "--output=")
     first, *others = [{line for line in directives(job) if not line.startswith(own)} for job in jobs]
     if odd := sorted({line for each in others for line in first ^ each}):
@@ -226,7 +226,7 @@ def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:
 
 
 def _check_start(run_dir: RunDir) -> int:
-    """Cancel a job that can never start. Raises ConfigError (PP-E627) for it."""
+    """Raise ConfigError (PP-E627) after cancelling a job that can never start; else return its exit code 0."""
     deadline = time.monotonic() + _WATCHED
     while time.monotonic() < deadline:
         job = job_of(run_dir)

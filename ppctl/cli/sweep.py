@@ -38,12 +38,12 @@ from ppctl.runs.rundir import RunDir
 _RESUME = "checkpoint.resume"
 _TASK = "SLURM_ARRAY_TASK_ID"
 _ORDER = ("finished", "queued", *STARTED)
-"""States of runs that a sweep leaves as they are; of several runs with one config the first counts."""
+"""States of runs that a sweep leaves as they are; of several runs with one config, the earliest state here counts."""
 
 
-def add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
+def add_multirun(parser: argparse.ArgumentParser, text: str) -> None:
     """Declare -m, which `config.argv` reads."""
-    words = f"one run for each combination of listed values (lr=1e-3,3e-3 seed=1,2): {how}; again: goes on with them"
+    words = f"one run for each combination of listed values (lr=1e-3,3e-3 seed=1,2): {text}; again: goes on with them"
     parser.add_argument("-m", "--multirun", action="store_true", help=words)
 
 
@@ -52,22 +52,22 @@ class SweptRun:
     """One run of a sweep."""
 
     label: str
-    """The values that set it apart: `lr=0.001 seed=2`."""
+    """The values that set the run apart: `lr=0.001 seed=2`."""
     launch: Launch
     run: RunDir | None = None
-    """Its directory, if it has begun."""
+    """The run's directory, if it has begun."""
     state: str = "new"
     """`new`, or the state of `run`."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has finished, or has processes or a job already."""
+        """Whether the run has finished, or has processes or a job already."""
         return self.state in _ORDER
 
 
 def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], Launch]) -> list[SweptRun]:
-    """All runs of the command line, each as `prepare` makes it of its own. Notes and problems that several share are
-    told once. Raises the error of all problems of all runs."""
+    """All runs of the command line, each made by `prepare` from a command line of its own. Notes and problems that
+    several share are reported once. Raises one error with all problems of all runs."""
     lines = combinations(args.line)
     values = [dict(override.split("=", 1) for override in line.overrides) for line in lines]
     named = list(zip(labels(values), lines, strict=True))
@@ -76,7 +76,7 @@ def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace]
             message = f"{_TASK}={task}, and the sweep has {len(named)} runs, counted from 0"
             raise ConfigError(Problem("PP-E106", message, f"sbatch --array=0-{len(named) - 1}", "environment"))
         named = [named[int(task)]]
-    swept, wrong, said = [], dict[tuple[str, str, str], tuple[Problem, list[str]]](), dict[str, None]()
+    swept, wrong, notes = [], dict[tuple[str, str, str], tuple[Problem, list[str]]](), dict[str, None]()
     kinds: set[type[PpctlError]] = set()
     for number, (label, line) in enumerate(named):
         if sys.stderr.isatty():
@@ -91,10 +91,10 @@ def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace]
             for problem in error.problems:
                 key = problem.code, problem.message, problem.place
                 wrong.setdefault(key, (problem, []))[1].append(label)
-        said |= dict.fromkeys(words.getvalue().splitlines())
+        notes |= dict.fromkeys(words.getvalue().splitlines())
     if sys.stderr.isatty():
         overwrite("")
-    for text in said:
+    for text in notes:
         note(text)
     if wrong:
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
@@ -110,8 +110,7 @@ def _of_runs(problem: Problem, labels: Sequence[str], count: int) -> Problem:
 
 
 def find_begun(swept: Sequence[SweptRun]) -> None:
-    """Find each run's directory by its config, among this user's runs of its name; one that has finished before one
-    that goes on, and the newest of others."""
+    """Find each run's directory by its config among the user's runs of its name: finished, running, or newest."""
     began: dict[Path, list[tuple[RunDir, dict[str, Any]]]] = {}
     for each in swept:
         config = each.launch.config
@@ -126,7 +125,7 @@ def find_begun(swept: Sequence[SweptRun]) -> None:
 def _begun(home: Path) -> Iterator[tuple[RunDir, dict[str, Any]]]:
     """The runs of a name, newest first, each with the config that it began with."""
     for run in list_runs(home.parent):
-        with suppress(PpctlError, OSError):  # a damaged run is none of this sweep
+        with suppress(PpctlError, OSError):  # a damaged run is not of this sweep
             if run.path.parent == home and run.path.lstat().st_uid == os.geteuid():
                 kept = sorted(run.path.glob("config-*.yaml"), key=lambda path: (len(path.name), path.name))
                 yield run, to_values(run.read_config(kept[0].name if kept else "config.yaml"))
@@ -144,8 +143,8 @@ def _is_same(values: dict[str, Any], wanted: dict[str, Any], run: RunDir) -> boo
 
 
 def train_all(args: argparse.Namespace, started: Started, prepare: Callable[[argparse.Namespace], Launch]) -> int:
-    """Train the runs of a command line, one after another. Exit codes: 0 all have finished, 1 some failed, and that of
-    a run that was stopped: no other one starts behind it."""
+    """Train the runs of a command line, one after another. Exit codes: 0 all have finished, 1 some failed; if a run is
+    stopped, its exit code, and no other run starts."""
     if started.is_rank:
         message = f"-m starts several runs, and {started.by} has started the ranks of one"
         raise ConfigError(Problem("PP-E106", message, pasted("ppctl", *args.typed), PLACE))
@@ -179,7 +178,7 @@ def train_all(args: argparse.Namespace, started: Started, prepare: Callable[[arg
 
 
 def _trained(each: SweptRun, started: Started, out: TextIO) -> tuple[RunDir, str, int]:
-    """Train one run to its end, unless it has finished or goes on elsewhere: its directory, state and exit code."""
+    """Train one run, unless it has finished or runs elsewhere; returns its directory, state and exit code."""
     run, launch = each.run, each.launch
     checkpoint = last_checkpoint(run) if run is not None and not each.is_settled else None
     complete = checkpoint is not None and step_of(checkpoint) >= launch.config.train.steps

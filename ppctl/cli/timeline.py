@@ -42,7 +42,7 @@ def plain(picture: Picture) -> str:
 
 
 def unwritable(path: Path) -> list[Problem]:
-    """Why no picture can be written to this file (PP-E129), as far as it is known before there is one."""
+    """The problem (PP-E129) of a file to which no picture can be written, as far as this is known before writing."""
     if path.suffix not in FORMS:
         message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
         name = pasted(f"{path.parent / path.stem}.html") if path.stem else "step.html"
@@ -52,7 +52,7 @@ def unwritable(path: Path) -> list[Problem]:
 
 
 def obstacle(path: Path) -> str:
-    """Why this file cannot be written, as far as it is known before there is something to write; else nothing."""
+    """Why this file cannot be written, as far as this is known before writing; else an empty text."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return "it is no regular file, and would be replaced by one"
     if not path.parent.is_dir():
@@ -62,8 +62,8 @@ def obstacle(path: Path) -> str:
 
 def _unwritable(path: Path, reason: str) -> Problem:
     message = f"the picture cannot be written to {path}: {reason}"
-    here = f"step{path.suffix}" if os.access(".", os.W_OK) else f'"$(mktemp -d)/step{path.suffix}"'
-    return Problem("PP-E129", message, f"--timeline {here}", "command line")
+    remedy_path = f"step{path.suffix}" if os.access(".", os.W_OK) else f'"$(mktemp -d)/step{path.suffix}"'
+    return Problem("PP-E129", message, f"--timeline {remedy_path}", "command line")
 
 
 def write_timeline(drawn: Picture, path: Path) -> None:

@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
+    """The step that the arguments name, with one pipeline's trace. Raises ConfigError (PP-E129)."""
     step, plan = _step(run, args.step)
     if not 0 <= args.pipeline < plan.sizes.world:
         message = f"--pipeline {args.pipeline}: ranks are 0 to {plan.sizes.world - 1}"
@@ -85,14 +86,14 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
 
 
 def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
-    """The step that was asked for, and its plan. Raises ConfigError (PP-E643) if the run has none, or a damaged one."""
+    """The step `asked` (None: the last), and its plan. Raises ConfigError (PP-E643) without an intact trace."""
     files = run.measured_steps()
     if not files:
         raise ConfigError(_none_traced(run))
     step = max(files) if asked is None else asked
     if step not in files:
-        there = ", ".join(map(str, files))
-        message = f"step {step} was not traced; traced steps: {there}"
+        steps = ", ".join(map(str, files))
+        message = f"step {step} was not traced; traced steps: {steps}"
         raise ConfigError(Problem("PP-E643", message, f"--step {max(files)}", str(run.path)))
     try:
         record = read_json(files[step], dict[str, Any], _MOST_BYTES_OF_A_STEP)
@@ -122,7 +123,7 @@ def _none_traced(run: RunDir) -> Problem:
 
 
 def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
-    """Raise ValueError or IndexError if the file is not that of `step`, run by `plan`."""
+    """Raise ValueError or IndexError if the file is not of `step`, run by `plan`."""
     if measured.step != step:
         raise ValueError(f"it holds step {measured.step!r}")
     if len(measured.ranks) != plan.sizes.world:
@@ -133,7 +134,7 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
             raise ValueError("it has times of messages, which take none")
 
 
-# The text: where each rank's time went, and what decides the length of a step
+# The text: each rank's ledger of time, and the critical path
 
 
 class SeenStep(NamedTuple):
@@ -148,7 +149,7 @@ class SeenStep(NamedTuple):
 
     @property
     def named_ranks(self) -> str:
-        """The pipeline's ranks, which stand apart if others share its stages: `ranks 0-3`, `ranks 0, 2`."""
+        """The pipeline's ranks, which are not neighbours if other ranks share its stages: `ranks 0-3`, `ranks 0, 2`."""
         return f"rank{'s' * (len(self.pipeline) > 1)} {', '.join(spans(self.pipeline))}"
 
     @property
@@ -180,7 +181,7 @@ def report(seen: SeenStep) -> dict[str, Any]:
 
 
 def text(seen: SeenStep, columns: int) -> str:
-    """The ledger, the critical path, and the stages with what each would change, in at most so many columns."""
+    """The ledger, the critical path, and the effect of each stage on the step, in at most `columns` columns."""
     figures, pipeline_s = report(seen), step_time(seen.trace)
     path = figures["critical_path"]
     kinds = ", ".join(
@@ -196,7 +197,7 @@ def text(seen: SeenStep, columns: int) -> str:
     if (others := seen.plan.sizes.world // len(seen.pipeline) - 1) > 0:
         more = "another pipeline has" if others == 1 else f"{others} other pipelines have"
         head.append(f"the pipeline of {seen.named_ranks}; {more} the same stages: --pipeline RANK shows it")
-    said = [
+    rows = [
         f"critical path: {len(path['actions'])} actions, {path['messages']} messages between ranks: {kinds}",
         f"simulated from what was measured: {_ms(figures['simulated_s'])} of {_ms(pipeline_s)}",
     ]
@@ -205,7 +206,7 @@ def text(seen: SeenStep, columns: int) -> str:
     for stage, forward, backward, *changes in map(dict.values, figures["stages"]):
         times = [f"{1e3 * forward:.2f}", f"{1e3 * backward:.2f}", *(f"{1e3 * change:+.2f} ms" for change in changes)]
         stages.append([str(stage), *times])
-    return "\n\n".join([prose(head, columns), ledger, prose(said, columns), aligned(stages)])
+    return "\n\n".join([prose(head, columns), ledger, prose(rows, columns), aligned(stages)])
 
 
 def _ms(seconds: float) -> str:
@@ -226,7 +227,7 @@ def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> l
 
 
 def _by_rank(ledger: TimeLedger, pipeline: tuple[int, ...]) -> dict[str, float]:
-    """A ledger's rows; who was waited for is named as the columns are."""
+    """Name -> seconds of a ledger's rows; ranks waited for are named as the columns are."""
     renamed = {f"waiting for pp_rank {pp_rank}": f"waiting for rank {rank}" for pp_rank, rank in enumerate(pipeline)}
     return {renamed.get(name, name): seconds for name, seconds in ledger.rows().items()}
 
@@ -256,7 +257,7 @@ def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
 
 
 def _means(ledgers: Sequence[TimeLedger]) -> dict[str, float]:
-    """The rows of a ledger, averaged over ranks; whom they wait for is left out."""
+    """The rows of a ledger, averaged over ranks; waits are not split by the rank waited for."""
     sums: dict[str, float] = {}
     for ledger in ledgers:
         for name, seconds in ledger.rows().items():
@@ -266,7 +267,7 @@ def _means(ledgers: Sequence[TimeLedger]) -> dict[str, float]:
 
 
 def compared_text(both_steps: Mapping[str, Any]) -> str:
-    """Two steps in tables, whose columns are called A and B."""
+    """Two steps in tables with columns A and B."""
     sides = zip("AB", both_steps["runs"], both_steps["steps"], strict=True)
     heads = list("AB")
     rows = [["ms, mean of the ranks", *heads, "difference"]]

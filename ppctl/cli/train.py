@@ -1,4 +1,4 @@
-"""`ppctl train`: compose, check, plan, make the run directory, run the ranks, and print how it ended; -m: several."""
+"""`ppctl train`: compose, check, plan, make the run directory, run the ranks, print the ending; -m: several runs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 Message = tuple[torch.Tensor, ...]
 
 _MOST_HELD = 4
-"""Most returned buffers of one spec that are remembered although something else still refers to them."""
+"""The most returned buffers of one spec that are kept although something else still refers to them."""
 
 
 class TensorLike(Protocol):
@@ -46,14 +46,14 @@ class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
         return sum(shape.numel() * dtype.itemsize for shape, dtype in self if shape is not None)
 
     def fits(self, message: Message) -> bool:
-        """Whether the message is what this spec says: count, shapes, dtypes."""
+        """Whether the message has the spec's count, shapes and dtypes."""
         if len(message) != len(self):
             return False
         pairs = zip(message, self, strict=True)
         return all(t.dtype == dtype and (shape is None or t.shape == shape) for t, (shape, dtype) in pairs)
 
     def make(self, device: torch.device, shapes: Sequence[Sequence[int]] | None = None) -> Message:
-        """Fresh tensors, their contents undefined; `shapes` if the spec leaves them open."""
+        """New uninitialised tensors; `shapes` gives their shapes if the spec leaves them open."""
         sizes = [shape for shape, _ in self] if shapes is None else shapes
         pairs = zip(sizes, self, strict=True)
         return tuple(torch.empty(size or (), dtype=dtype, device=device) for size, (_, dtype) in pairs)
@@ -99,9 +99,8 @@ class Shelf:
         return message
 
     def give_back(self, message: Message) -> None:
-        """Return buffers for reuse: at once, or when nothing else refers to their storage any more.
-
-        A model often keeps its input until it gets the next one. Buffers that are kept longer are not reused.
+        """Return buffers for reuse: immediately, or once nothing else refers to their storage. A model often keeps its
+        input until it gets the next one.
         """
         (self._free if self._is_unshared(message) else self._held).append(message)
 
@@ -121,7 +120,7 @@ class BufferPool:
         self._shelves: dict[MessageSpec, Shelf] = {}
 
     def shelf(self, spec: MessageSpec) -> Shelf:
-        """The shelf of one spec; edges that agree share it."""
+        """The shelf of one spec, shared by all edges with equal specs."""
         if spec not in self._shelves:
             self._shelves[spec] = Shelf(spec, self._device)
         return self._shelves[spec]

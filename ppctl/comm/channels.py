@@ -20,7 +20,7 @@ from ppctl.schedule.action import Channel, send_slots
 
 
 class PeerLost(TrainingError):
-    """A message could not be delivered: the other rank is gone, or a network error. Mostly the echo of its failure."""
+    """A message could not be delivered: the other rank has ended (mostly by a failure), or the network failed."""
 
     def __init__(self, channel: Channel, cause: Exception) -> None:
         self.channel = channel
@@ -34,13 +34,13 @@ class PeerLost(TrainingError):
 
 
 def _short(cause: Exception) -> str:
-    """A library's message without the place in its source and its guesses."""
+    """A library's message without its source line and its guesses."""
     first = str(cause).splitlines()[0]
     return re.sub(r"^\[[^\]]*:\d+\] ", "", first).partition(" This is typically caused")[0].rstrip(".")
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """A message, or a part of one, that is under way."""
 
     def wait(self) -> object:
         """Return when the message is over; on CUDA, when the current stream waits for the message."""
@@ -56,13 +56,13 @@ def wait_for(works: Iterable[Pending], channel: Channel) -> None:
 
 
 def check_connection(backend: object, channel: Channel) -> None:
-    """Raise PeerLost if a backend's watchdog has ended the connection. Only NCCL's keeps such a record.
+    """Raise PeerLost if a backend's watchdog has ended the connection. Only NCCL's watchdog records this.
 
-    If TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the process live, NCCL's kernels then leave without their messages and
-    the device goes on with what was in the buffers: nothing raises any more that was waited for before.
+    If TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the process live, NCCL's kernels then end without their messages, and the
+    device computes with the buffers' old contents: nothing else raises.
     """
     try:
-        error = backend.get_error()  # type: ignore[attr-defined]  # NCCL's alone have it
+        error = backend.get_error()  # type: ignore[attr-defined] # only NCCL's backends have it
     except (AttributeError, RuntimeError):  # gloo has none: its works raise
         return
     if error.name != "SUCCESS":
@@ -79,9 +79,9 @@ class Arrival:
     channel: Channel | None = None
 
     def wait(self) -> Message:
-        """The message, once it is there. On CUDA the current stream waits, not the caller."""
+        """Wait for the message and return it. On CUDA the current stream waits, not the caller."""
         if self.works is not None:
-            assert self.channel is not None  # works come from a channel
+            assert self.channel is not None  # works exist only with a channel
             wait_for(self.works, self.channel)
             self.works = None
         return self.message
@@ -94,7 +94,7 @@ class Arrival:
 
 
 class Transport(Protocol):
-    """The methods of a backend object that an end calls (torch's stubs leave the two out)."""
+    """The methods of a backend object that an end calls (torch's stubs lack both)."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
         """Start sending one tensor."""
@@ -118,7 +118,7 @@ class DirectEnd:
         self._peer = peer
         self._tag = tag
         self.send_slots = 0
-        """How many sends may be left outstanding; 0 waits for every send."""
+        """How many sends may be outstanding; 0 waits for every send."""
         self._pending: deque[tuple[Sequence[Pending], Message]] = deque()
 
     @property
@@ -136,7 +136,7 @@ class DirectEnd:
         return Arrival(message, self.receive_into(message), shelf, self.channel)
 
     def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
-        """Start receiving into these buffers."""
+        """Start receiving into these buffers. Raises PeerLost."""
         try:
             return [self._backend.recv([tensor], self._peer, self._tag) for tensor in message]
         except RuntimeError as error:
@@ -145,14 +145,14 @@ class DirectEnd:
     def send(self, message: Message) -> None:
         """Start sending contiguous tensors, which stay referenced until sent; waits only if the slots are used up.
 
-        The oldest send is waited for, never polled: gloo reports a send as done only to the one who waits.
+        The oldest send is waited for, never polled: gloo reports a send as done only in a wait.
         """
         self._pending.append((self.start_send(message), message))
         while len(self._pending) > self.send_slots:
             self._wait_for_oldest()
 
     def start_send(self, message: Message) -> Sequence[Pending]:
-        """Start sending and leave the waiting, and keeping the tensors alive, to the caller."""
+        """Start sending; the caller must wait, and keep the tensors alive until then. Raises PeerLost."""
         try:
             return [self._backend.send([tensor], self._peer, self._tag) for tensor in message]
         except RuntimeError as error:
@@ -164,7 +164,7 @@ class DirectEnd:
             self._wait_for_oldest()
 
     def check(self) -> None:
-        """Raise PeerLost if the connection was ended under its messages."""
+        """Raise PeerLost if the connection was ended while it had messages."""
         check_connection(self._backend, self.channel)
 
     def _wait_for_oldest(self) -> None:
@@ -176,7 +176,7 @@ class PinnedEnd(DirectEnd):
     """A channel's end for CUDA tensors on a backend that moves host memory only: messages go through pinned buffers.
 
     Slower than NCCL by two copies, and a send waits for the device. In return several ranks can share one GPU, which
-    NCCL allows only in its newest versions. Torch's own pool of pinned buffers reuses one only after its copies.
+    NCCL allows only in its newest versions. Torch's pool reuses a pinned buffer only after its copies.
     """
 
     __slots__ = ()
@@ -188,7 +188,7 @@ class PinnedEnd(DirectEnd):
         return super().start_send(copies)
 
     def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
-        """Start receiving on the host; what waits for it starts the copy to the device."""
+        """Start receiving on the host; waiting for the message starts the copy to the device."""
         targets = list(message)
         copies = [_pinned(tensor) for tensor in targets]
         works = super().receive_into(copies)
@@ -203,7 +203,7 @@ class _Upload(NamedTuple):
     target: torch.Tensor
 
     def wait(self) -> None:
-        """Wait for the host's copy, then queue the device's on the current stream."""
+        """Wait for the host's tensor, then enqueue the copy to the device on the current stream."""
         self.work.wait()
         self.target.copy_(self.copy, non_blocking=True)
 
@@ -221,9 +221,10 @@ class MessageError(TrainingError, ValueError, RuntimeError):
 
 
 def header(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[tensors, 1 + MOST_DIMS] int64: each one's number of dims, then its sizes. Raises MessageError for too many.
+    """The header, [tensors, 1 + MOST_DIMS] int64: each tensor's number of dims, then its sizes. Raises MessageError for
+    too many dims.
 
-    To a GPU it goes from pinned memory, which torch keeps until it is copied: the host does not wait for the device.
+    It is copied to a GPU from pinned memory, which torch keeps until then: the host does not wait for the device.
     """
     rows = []
     for tensor in tensors:
@@ -242,17 +243,17 @@ def empty_header(count: int, device: torch.device) -> torch.Tensor:
 
 
 def shapes_of(received: torch.Tensor) -> list[list[int]]:
-    """The shapes in a header. Of one on a GPU the host waits for all that is enqueued before."""
+    """The shapes in a header. If it is on a GPU, the host waits for all work enqueued before."""
     return [sizes[:dims] for dims, *sizes in received.tolist()]
 
 
 class VariableEnd(DirectEnd):
     """An end of a channel for messages of variable shape: `body` carries the tensors, `headers` their shapes.
 
-    Posting receives a header ahead of need. The tensors' receive follows when the message is waited for, in the order
-    of the sends. Until then the send is not over, so that the sender gets the whole capacity as slots: message n then
-    waits for the use of message n - capacity to begin, where with known shapes it waits for that use to end. So what is
-    free of deadlock with known shapes is free of it with variable ones.
+    Posting receives a header ahead of need. The receive of the tensors is posted when the message is waited for, in the
+    order of the sends. Until then the send is not over, so the sender gets the whole capacity as slots: message n waits
+    until the use of message n - capacity begins; with known shapes, until that use ends. So a schedule without deadlock
+    with known shapes has none with variable shapes.
     """
 
     __slots__ = ("_device", "_reading", "_unopened", "body", "header_device", "headers")
@@ -282,11 +283,11 @@ class VariableEnd(DirectEnd):
         return [*self.headers.start_send((sizes,)), *self.body.start_send(message)]
 
     def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
-        """Start receiving tensors whose shapes are known by now."""
+        """Start receiving tensors whose shapes are known."""
         return self.body.receive_into(message)
 
     def post(self, shelf: Shelf) -> Arrival:
-        """Post the receive of the next message's header; never blocks. Tensors are made when it is there."""
+        """Post the receive of the next message's header; never blocks. Tensors are made when the header has arrived."""
         sizes = empty_header(len(shelf.spec), self.header_device)
         arrival = _Announced(self, sizes, self.headers.receive_into((sizes,)), shelf.spec, self.channel)
         self._unopened.append(arrival)
@@ -295,7 +296,7 @@ class VariableEnd(DirectEnd):
     def read_header(self, sizes: torch.Tensor, works: Sequence[Pending]) -> list[list[int]]:
         """The shapes in a header that is on its way.
 
-        Of a GPU the host waits for the header alone, on a stream of its own, and not for what is enqueued to compute.
+        On a GPU the host waits for the header alone, on a separate stream, and not for enqueued computations.
         """
         if self._reading is None:
             wait_for(works, self.channel)
@@ -309,13 +310,13 @@ class VariableEnd(DirectEnd):
         return shapes_of(on_host)
 
     def open_up_to(self, arrival: _Announced) -> None:
-        """Post the receives of all announced messages up to this one: on a connection they come in order."""
+        """Post the receives of all announced messages up to this one: a connection delivers them in order."""
         while not arrival.opened:
             self._unopened.popleft().open(self._device)
 
 
 class _Announced(Arrival):
-    """A message of which the header is on its way."""
+    """A message whose header is on its way."""
 
     __slots__ = ("_announced", "_end", "_sizes", "_spec", "opened")
 
@@ -335,6 +336,6 @@ class _Announced(Arrival):
         self.works = self._end.receive_into(self.message)
 
     def wait(self) -> Message:
-        """The message, once it is there."""
+        """Wait for the message and return it."""
         self._end.open_up_to(self)
         return super().wait()

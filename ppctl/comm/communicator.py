@@ -1,6 +1,6 @@
 """The messages of one pipeline as the engine uses them: channels, receive buffers and batches, from one rank's view.
 
-Messages of a batch start together and are waited for together; the caller says when it is complete.
+Messages of a batch start together and are waited for together; the caller says when a batch is complete.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from ppctl.schedule.action import Channel
 
 
 class LooseBatch:
-    """Messages that each start on their channel as soon as they are added. One by one, each is over before the next one
-    starts: so are messages of variable shape on the pipeline's own group.
-
-    A receive of those can start only when its header has been read, and on one group nothing but their order tells
-    messages apart. All lists have them in one common order (`batch_messages`), and the first that is not over can
-    always go on. On CUDA the host waits for every header that it reads, and for nothing else.
+    """Messages that each start on their channel as soon as they are added; with `one_by_one`, each is over before the
+    next starts, as messages of variable shape on the pipeline's own group need. Their receives can start only when the
+    header has been read, and only their order tells messages on one group apart. All lists have them in one common
+    order (`batch_messages`), so the first unfinished message can always go on. On CUDA the host waits only for headers.
     """
 
     def __init__(self, *, one_by_one: bool = False) -> None:
@@ -50,7 +48,7 @@ class LooseBatch:
         return arrival
 
     def settle(self) -> None:
-        """Wait for the receives, then for the sends: a receive of unknown shape has yet to let its sender go on."""
+        """Wait for the receives, then for the sends: a sender waits until its message of unknown shape is received."""
         for arrival in self._arrivals:
             arrival.wait()
         for channel, works, _ in self._sends:
@@ -62,7 +60,7 @@ class LooseBatch:
 class GroupTransport:
     """A process group as the backend of a channel's end: every tensor is a batch_isend_irecv of its own.
 
-    torch sends it on the group's communicator, as it does larger batches, and makes none for the two ranks.
+    torch then uses the group's communicator, as for larger batches, and makes none for the two ranks.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -78,7 +76,7 @@ class GroupTransport:
         return self._start(dist.irecv, tensors[0], src)
 
     def get_error(self) -> object:
-        """The fault that NCCL's watchdog has found; gloo has none, and raises."""
+        """The fault that NCCL's watchdog has found; raises on gloo, which has no watchdog."""
         return self._group._get_backend(self._device).get_error()
 
     def _start(self, op: Callable[..., object], tensor: torch.Tensor, peer: int) -> dist.Work:
@@ -89,8 +87,8 @@ class GroupTransport:
 class FusedBatch:
     """Messages that all start in one `batch_isend_irecv`, on the pipeline's own group and without tags.
 
-    Between two ranks only the order distinguishes messages, activations and gradients: both ends must add them in the
-    same sequence, as batched schedules do.
+    Between two ranks only the order tells messages apart, activations from gradients too: both ends must add them in
+    the same order, as batched schedules do.
     """
 
     def __init__(self, group: ProcessGroup, *, sync: torch.device | None = None) -> None:
@@ -110,7 +108,7 @@ class FusedBatch:
         return Arrival(message, shelf=shelf)
 
     def settle(self) -> None:
-        """Start the batch and wait for it; then, if asked for, for the whole device."""
+        """Start the batch and wait for it; then, if asked for, for the whole device. Raises PeerLost."""
         try:
             for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
                 work.wait()
@@ -133,12 +131,12 @@ MessageBatch = LooseBatch | FusedBatch
 
 
 _AS_DECLARED = Modes()
-"""Every message by itself, of the shape that the stages declare."""
+"""The default: single messages, of the shapes that the stages declare."""
 
 
 def goes_by_group(pp_group: ProcessGroup, transport: str = "auto") -> bool:
-    """Whether messages travel over the pipeline's process group alone, in batches (decision 79): with `transport`
-    `plain`, and with `auto` if the group's backend moves tensors of a GPU. Raises ConfigError (PP-E103)."""
+    """Whether messages travel over the pipeline's process group alone, in batches (decision 79): with `plain`, and with
+    `auto` if the group's backend moves a GPU's tensors. Raises ConfigError (PP-E103) for other values."""
     if transport not in ("auto", "plain", "channels"):
         message = f"transport={transport!r} is none of auto, plain, channels"
         raise ConfigError(Problem("PP-E103", message, "transport='auto'"))
@@ -148,14 +146,14 @@ def goes_by_group(pp_group: ProcessGroup, transport: str = "auto") -> bool:
 class Communicator:
     """This rank's ends of a pipeline's channels, and the pool that their messages are received into.
 
-    `pp_group` has the pipeline's ranks in pp order; all of them construct it together. `channels` are the channels to
-    make, by default the channels of a loop; for a V, pass the V's channels. `modes` say how messages are sent.
-    `transport` is `plain`, `channels` or `auto` (`goes_by_group`); `batched` says whether schedules must be lowered for
-    batches. `device` is where tensors live: by default a GPU if the group's backend sends GPU tensors, else torch's
-    default device. GPU tensors on a gloo group go through pinned host memory. Without `connect`, NCCL connects on first
-    messages; if shapes vary, that must happen before the engine's messages (`ppctl.reach` then sets `connected`), or
-    the engine refuses to run. `ends` are this rank's ends of all channels, if the caller has made them. Raises
-    ConfigError (PP-E608) if channels and kernels of a GPU would share one hardware queue.
+    `pp_group` has the pipeline's ranks in pp order; all of them construct the communicator together. `channels` are the
+    channels to make, by default the channels of a loop; for a V, pass the V's channels. `modes` say how messages are
+    sent. `transport` is `plain`, `channels` or `auto` (`goes_by_group`); `batched` says whether schedules must be
+    lowered for batches. `device` is where tensors live: by default a GPU if the group's backend sends GPU tensors, else
+    torch's default device. GPU tensors on a gloo group go through pinned host memory. Without `connect`, NCCL connects
+    on first messages; if shapes vary, that must happen before the engine's messages (`ppctl.reach` then sets
+    `connected`), or the engine refuses to run. `ends` are this rank's ends of all channels, if the caller has made
+    them. Raises ConfigError (PP-E608) if channels and kernels of a GPU would share one hardware queue.
     """
 
     def __init__(
@@ -185,20 +183,20 @@ class Communicator:
         """The device to synchronise after each fused batch (batch_p2p_sync)."""
         self.pool = BufferPool(self.device)
         self.connected = connect or ends is not None or not on_device
-        """Whether no channel connects on a message of the engine's."""
+        """Whether all channels are connected before the engine's messages."""
         self._ends: dict[Channel, DirectEnd] = dict(ends or {})
         if ends is None:
             if on_device and not self.fused and (message := why_one_queue_blocks(self.pp, os.environ.get(QUEUES))):
                 raise ConfigError(Problem("PP-E608", message, f"unset {QUEUES}", "environment"))
             wanted = loop_channels(self.pp) if channels is None else channels
-            over = GroupTransport(pp_group, self.device) if self.fused else None
-            self._ends = make_ends(pp_group, self.device, wanted, over=over, variable=modes.variable, connect=connect)
+            group = GroupTransport(pp_group, self.device) if self.fused else None
+            self._ends = make_ends(pp_group, self.device, wanted, over=group, variable=modes.variable, connect=connect)
         self._connections: Connections | None = connections_of(pp_group)
         self._connections.enter()
 
     @property
     def batched(self) -> bool:
-        """Whether the schedules that run on this must be lowered with `batched=True`."""
+        """Whether schedules that run here must be lowered with `batched=True`."""
         return self.modes.batched or self.fused
 
     @property
@@ -207,8 +205,7 @@ class Communicator:
         return tuple(self._ends.values())
 
     def close(self) -> None:
-        """End this communicator; the last communicator over the process group also ends the connections that they
-        share.
+        """End this communicator; the last communicator over the process group also ends the shared connections.
 
         All ranks of the pipeline call it, with nothing under way, before the group is destroyed. Only NCCL needs it:
         connections that are open at the end of a process are aborted.

@@ -1,11 +1,10 @@
 """The connections of one pipeline's messages, and this rank's ends of the channels over them.
 
-A process group does not work here. `torch.distributed.new_group` either has every rank of the world take part, or
-(use_local_synchronization) names the group after its ranks and the number of groups that this process has made so far.
-The two ends of a channel have made different numbers of groups by then: they would look for each other under different
-keys of the store, and wait for ever. So a connection is a bare backend over the store that all ranks share, below a
-prefix that follows from the pipeline's ranks and the channel alone. It is called directly: `dist.isend` and its like
-refuse a backend that is in no group.
+Process groups do not work here. `torch.distributed.new_group` either needs every rank of the world, or
+(use_local_synchronization) names the group after its ranks and the number of groups that this process has made. The two
+ends of a channel have made different numbers of groups: they would look for each other under different keys of the
+store, and wait for ever. So a connection is a bare backend over the store that all ranks share, below a prefix made of
+the pipeline's ranks and the channel alone. It is called directly: `dist.isend` refuses a backend that is in no group.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Maker = Callable[[Store, int, Sequence[int], str, timedelta], Any]
 
 
 def _nccl(store: Store, position: int, ranks: Sequence[int], name: str, limit: timedelta) -> Any:
-    """NCCL with few thread blocks, and kernels that go before the stages' own: with both ends there they are short."""
+    """NCCL with few thread blocks, whose kernels go before the stages': they are short once both ends are ready."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MAX_CTAS
     options._timeout = limit
@@ -59,11 +58,11 @@ MAKERS: Mapping[str, Maker] = {
     "ucc": lambda store, position, ranks, _, limit: dist.ProcessGroupUCC(store, position, len(ranks), timeout=limit),
     "gloo": _gloo,
 }
-"""By the name of a backend, what makes it."""
+"""A backend's name -> the function that makes it."""
 
 
 def connection_name(ranks: Sequence[int], number: int, what: str) -> str:
-    """The name of one connection of a pipeline: the same at all its ends, and no other pipeline's.
+    """The name of one connection of a pipeline: equal at all its ends, and different for every other connection.
 
     `ranks` are the pipeline's global ranks in pp order. `number` counts the sets of connections that were made over
     exactly these ranks, one after the other: they make and close communicators together, so that all count the same.
@@ -93,12 +92,12 @@ class Connections:
         self._users = 0
 
     def enter(self) -> None:
-        """Count one more communicator over the connections. All ranks of the pipeline make it together."""
+        """Count one more communicator over the connections. All ranks of the pipeline call this together."""
         self._users += 1
 
     def leave(self) -> None:
-        """Count one communicator less; the last communicator ends all connections, when no message is under way. All
-        ranks leave together."""
+        """Count one communicator less; the last ends all connections, if no message is under way. All ranks leave
+        together."""
         self._users -= 1
         if self._users == 0:
             self.close()
@@ -115,11 +114,11 @@ class Connections:
     def close(self) -> None:
         """End all connections. All ranks of the pipeline call it, with nothing under way.
 
-        To end a connection of NCCL waits for its other end: both go through what they share in the order of its names.
+        Ending a connection of NCCL waits for its other end: both ends close shared connections in the order of names.
         """
         for name in sorted(self._made):
             self._made.pop(name).shutdown()
-        # The store keeps what was written under the old names: addresses that are closed by now.
+        # The store keeps the values of old names: addresses that are closed by now.
         self.number = _take_number(self.ranks)
 
     def _get(self, kind: str, what: str, members: Sequence[int]) -> Transport:
@@ -177,17 +176,17 @@ def make_ends(
 ) -> dict[Channel, DirectEnd]:
     """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
 
-    Messages of all channels go `over` one transport of the whole group, whose caller keeps them in order; without one
-    each has its own. Tensors of a `device` that the group's backend does not move go through pinned host memory.
-    `variable` ends learn the shapes of their messages from headers. Without `connect` NCCL connects on each end's first
-    message.
+    With `over`, messages of all channels use this one transport of the whole group, and the caller keeps them in order;
+    else each channel has its own. Tensors that the group's backend cannot move from `device` go through pinned host
+    memory. `variable` ends learn the shapes of their messages from headers. Without `connect` NCCL connects on each
+    end's first message.
     """
     rank = pp_group.rank()
     own = [channel for channel in sorted(channels) if rank in channel[:2]]
     if over is not None:
         of_group = {channel: DirectEnd(channel, over, other_end(channel, rank), 0) for channel in own}
         if connect and device.type == "cuda":
-            # NCCL wants that all ranks of a group have met before messages between some of them are batched.
+            # NCCL needs a collective of the whole group before some of its ranks batch messages.
             dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
             torch.cuda.synchronize(device)
             for end in of_group.values():
@@ -197,7 +196,7 @@ def make_ends(
         return of_group
     if device.type == "cuda" and moves_on_device(pp_group):
         kind = device_backend(pp_group)
-        assert kind is not None  # or nothing would move on the device
+        assert kind is not None  # given if tensors move on the device
         return _pair_ends(connections_of(pp_group), kind, device, own, variable=variable, connect=connect)
     connections = _host_connections(pp_group)
     end_type = DirectEnd if device.type == "cpu" else PinnedEnd
@@ -211,11 +210,11 @@ def make_ends(
 
 
 def _host_connections(pp_group: ProcessGroup) -> dict[str, Transport]:
-    """The transports of the host's messages by direction: on gloo, connections of their own for each.
+    """The transports of the host's messages by direction: on gloo, each direction has its own connections.
 
-    A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message comes over
-    the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder
-    may be waiting for (decision 9). So the two directions must not share a connection.
+    A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message then comes
+    over the same connection, gloo's own thread spins for the lock, on a core that the lock's holder may be waiting for
+    (decision 9).
     """
     backend = cast(Transport, pp_group._get_backend(_CPU))
     if pp_group.size() == 1 or pp_group._get_backend(_CPU).name() != "gloo":
@@ -246,7 +245,7 @@ def _pair_ends(
 
 
 def first_message(end: DirectEnd, rank: int, device: torch.device) -> None:
-    """Send a number over a channel, or receive it, and wait for it: then the channel is connected."""
+    """Connect a channel: send a number over it, or receive the number, and wait."""
     probe = (torch.zeros(1, device=device),)
     for work in end.start_send(probe) if end.channel.source == rank else end.receive_into(probe):
         work.wait()

@@ -23,7 +23,7 @@ from ppctl.records import wire
 
 _ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 _ROUNDS = 11
-"""Readings of which the median is the offset between two hosts' clocks."""
+"""The number of readings, whose median is the offset between two hosts' clocks."""
 _MOST = 2**30
 """Bytes of one rank's share of an exchange."""
 
@@ -33,12 +33,12 @@ wire.AS_TEXT[torch.dtype] = lambda dtype: str(dtype).removeprefix("torch."), lam
 def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None) -> ProcessGroup:
     """Make the process group of this rank among `groups` (disjoint tuples of global ranks, in group order).
 
-    Group rank i is the i-th of the tuple. The group obeys the world's limit; torch's own defaults (30 minutes, 10 for
-    NCCL) know nothing of the limits of a run. Raises ValueError if no group, or more than one, holds this rank.
+    Group rank i is the i-th of the tuple. The group obeys the world's limit; torch's own defaults are 30 minutes, 10
+    for NCCL. Raises ValueError if no group, or more than one, holds this rank.
 
-    Only the members take part in making a group, and torch then names it after its ranks and the number of groups that
-    the process has made. So its members must have made the same number of groups before, or they look for each other
-    under different names: what neighbours need in pairs, as channels, is no group (`ppctl.comm.connections`).
+    Only the members take part in making a group, and torch names it after its ranks and the number of groups that the
+    process has made. So its members must have made equally many groups before, or they look for each other under
+    different names. Therefore channels between neighbours are no groups (`ppctl.comm.connections`).
     """
     rank = dist.get_rank()
     own = [group for group in groups if rank in group]
@@ -52,14 +52,13 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
         use_local_synchronization=True,
         **_in_this_order(own[0]),
     )
-    assert isinstance(group, ProcessGroup)  # a member of the group gets the group, not the marker for strangers
+    assert isinstance(group, ProcessGroup)  # members get the group, other ranks a marker
     return group
 
 
 def _in_this_order(ranks: tuple[int, ...]) -> dict[str, Any]:
-    """The arguments that keep `new_group` from sorting ranks: pipelines are in pp order, and axis orders may differ.
-
-    torch has a switch from 2.13 on, and sorts before; ranks that are in order already need none. Raises ValueError.
+    """The arguments that keep `new_group` from sorting ranks: pipelines are in pp order, which may not be sorted. torch
+    has this switch from 2.13 on. Raises ValueError for unsorted ranks with an older torch.
     """
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return {"sort_ranks": False}
@@ -70,10 +69,10 @@ def _in_this_order(ranks: tuple[int, ...]) -> dict[str, Any]:
 
 @contextmanager
 def connecting_on_first_use() -> Iterator[None]:
-    """Two ranks of a gloo group that is made inside connect at their first message; the user's own setting stays.
+    """Let ranks of gloo groups made inside connect at their first message, unless the user has set otherwise.
 
-    For groups with collectives alone: a send waits there until the other end receives, although it should return at
-    once, and no time limit ends that wait if the other end has stopped. (Seen in torch 2.13; gloo#520.)
+    Only for groups with collectives: with this, a send waits until the other end receives instead of returning
+    immediately, and no time limit ends the wait if the other end has stopped. (Seen in torch 2.13; gloo#520.)
     """
     own = os.environ.get(_ON_FIRST_USE)
     os.environ.setdefault(_ON_FIRST_USE, "1")
@@ -85,14 +84,14 @@ def connecting_on_first_use() -> Iterator[None]:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """The version of the NCCL that is loaded, not that torch was built with, as (2, 30, 7); None without CUDA."""
+    """The version of the loaded NCCL, which torch may not have been built with, as (2, 30, 7); None without CUDA."""
     if not torch.cuda.is_available():
         return None
     number = ctypes.c_int()
     try:
-        # Not another one that lies in the system's directories.
+        # Not another NCCL in the system's directories.
         ctypes.CDLL("libnccl.so.2", mode=getattr(os, "RTLD_NOLOAD", 0)).ncclGetVersion(ctypes.byref(number))
-    except OSError:  # a torch that has NCCL inside
+    except OSError:  # torch has NCCL linked in
         return tuple(torch.cuda.nccl.version())
     major, rest = divmod(number.value, 10_000)
     return major, *divmod(rest, 100)
@@ -106,10 +105,10 @@ def limit_of(group: ProcessGroup) -> timedelta:
 
 
 def send_round(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Work], Tensor]:
-    """Send a tensor to the next rank of a ring; returns (works, the tensor of the rank before once they are done).
+    """Send a tensor to the next rank of a ring; returns (works, the previous rank's tensor, filled once they are done).
 
-    `sent` must stay as it is until then. Gloo's messages read the memory of a GPU as if it were the host's; its
-    exchange of all with all copies through the host.
+    `sent` must not change until then. Gloo's messages would read a GPU's memory as the host's, so this uses gloo's
+    all_to_all, which copies through the host.
     """
     if sent.is_cuda and group._get_backend(sent.device).name() == "gloo":
         return _send_round_at_once(sent, group)
@@ -133,8 +132,8 @@ def _send_round_at_once(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Wo
 def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup]) -> Tensor:
     """The rows of all ranks in rank order, from this rank's own n numbers: [ranks, n] float64 on the CPU.
 
-    A collective. `groups` are this rank's along the axes that make up the ranks, in one order for all: after a gather
-    along an axis each of its ranks holds what all of them held. Global ranks must be below 2^53.
+    A collective. `groups` are this rank's groups along the axes of the grid, in one order for all ranks: after a gather
+    along an axis each of its ranks holds the rows of all. Global ranks must be below 2^53.
 
     A gather over a group goes round a ring: one hop for every other rank. Over pp and then over dp these are 15 + 127
     hops for 2,048 ranks, and every rank receives the same bytes as in a ring of the world with its 2,047 hops.
@@ -149,9 +148,9 @@ def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup])
 
 
 def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[Any]:
-    """The values of all members of a group (None: the world) in group order, on its first one or `everywhere`.
+    """The values of all members of a group (None: the world) in group order, on its first member or `everywhere`.
 
-    A collective; elsewhere the list is empty. Values are of the annotation `kind`. Raises Malformed.
+    A collective; on other members the list is empty. Values are of the annotation `kind`. Raises Malformed.
     """
     return [wire.unpacked(kind, each) for each in gather_bytes(wire.packed(kind, own), group, everywhere=everywhere)]
 
@@ -159,7 +158,7 @@ def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, eve
 def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[bytes]:
     """Like `gather_values`, of any bytes. Raises ValueError on all members if one has more than 1 GiB.
 
-    In place of torch's collectives of objects, which run what arrives as a pickle; the messages are as long as theirs.
+    In place of torch's collectives of objects, which unpickle what arrives.
     """
     group = group or dist.group.WORLD
     assert group is not None  # or there would be no rank
@@ -180,8 +179,7 @@ def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: b
 
 
 def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
-    """Return on all members of a group (None: the world) the bytes that its first member gives. A collective; raises
-    ValueError."""
+    """Return to all members of a group (None: the world) its first member's bytes. A collective; raises ValueError."""
     group = group or dist.group.WORLD
     assert group is not None  # or there would be no rank
     device, first = _device_of(group), dist.get_global_rank(group, 0)
@@ -195,7 +193,7 @@ def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
 
 
 def _device_of(group: ProcessGroup) -> torch.device:
-    """Where a group's messages lie: the CPU if it has a backend for that, else this process's current GPU."""
+    """The device of a group's messages: the CPU if the group has a backend for it, else this process's current GPU."""
     cpu = torch.device("cpu")
     return cpu if cpu in group._device_types else group._device_types[0]
 

@@ -1,4 +1,4 @@
-"""How messages travel, as a config asks for it, and which of these modes this machine does not have."""
+"""How a config wants messages to travel, and which of these modes this machine does not have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Modes(NamedTuple):
     sync: bool = False
     """The device is synchronised after each fused exchange (batch_p2p_sync)."""
     variable: bool = False
-    """Shapes differ between microbatches and travel ahead of their tensors (variable_seq_lengths, mtp_standalone)."""
+    """Shapes differ between microbatches; they are sent before tensors (variable_seq_lengths, mtp_standalone)."""
     dtype: torch.dtype | None = None
     """The dtype of received tensors (pipeline_dtype); None if the config does not say."""
 
@@ -86,7 +86,7 @@ def _backend_problems(name: str | None) -> list[Problem]:
 
 
 def torch_dtype(value: Any, field: str) -> torch.dtype | None:
-    """The dtype that `field` holds, itself or by name (`bf16`, `torch.bfloat16`), or None. Else raises ConfigError."""
+    """The dtype `value`, or the one named so (`bf16`, `torch.bfloat16`). Raises ConfigError naming `field`."""
     if value is None:
         return None
     name = str(value).removeprefix("torch.").lower()

@@ -1,8 +1,8 @@
 """Two pieces of work on one rank that take turns: while one piece waits for an exchange, the other piece computes.
 
 A piece runs until it calls `hand_over`, between the start of an exchange and the wait for it; then the other piece
-runs, until it hands over in turn or ends. One of the two runs at any moment, and where they change is a matter of the
-two alone: ranks that run the same pair start their exchanges in the same order.
+runs, until it hands over in turn or ends. One of the two runs at any moment, and nothing else decides where they
+change: ranks that run the same pair start their exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class _Abandoned(BaseException):
 class Turns:
     """Runs pairs of pieces, one pair at a time: the first in the caller's thread, the second in a thread of its own.
 
-    `initialize` is called once in that thread. `keep` returns a function that brings back the state in which it was
-    called, of what is global and belongs to one piece: each piece starts with the state that `run` met, finds its own
-    again whenever it is its turn, and leaves none behind. Not for two threads at once.
+    `initialize` is called once in that thread. `keep` saves global state that belongs to one piece, and returns a
+    function that restores it: each piece starts with the state at the call of `run`, finds its own again at each turn,
+    and leaves none behind. Not for use by two threads at once.
     """
 
     current: Turns | None = None
-    """The one that runs a pair in this process at the moment."""
+    """The Turns that runs a pair in this process now."""
 
     def __init__(
         self,
@@ -40,8 +40,7 @@ class Turns:
         self._failed = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both pieces to their ends; `first` starts. Raises what a piece raises, and then the other does not go
-        on."""
+        """Run both pieces to their ends; `first` starts. Raises what a piece raises; the other piece then stops."""
         self._running, self._ended, self._failed = 0, [False, False], False
         restore = self._keep()
         Turns.current = self
@@ -50,16 +49,16 @@ class Turns:
             try:
                 self._piece(0, first)
             finally:
-                other.exception()  # waits for its end
+                other.exception()  # waits until the piece ends
             other.result()
         finally:
             Turns.current = None
             restore()
 
     def hand_over(self) -> None:
-        """Let the other piece run; returns when the other piece has handed back, or at once if it has ended.
+        """Let the other piece run; returns when that has handed back, or immediately if it has ended.
 
-        Only the piece that runs calls this, from whatever thread its work goes on in.
+        Only the running piece calls this, from any thread that does its work.
         """
         with self._changed:
             piece = self._running

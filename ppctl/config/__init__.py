@@ -1,8 +1,8 @@
 """The closed configuration: its schema, how it is composed from words, and how it is checked.
 
     schema       all keys, in groups: training_config, launch_config, model_parallel_config, pipeline_config
-    metadata     what a field knows of its key, its limit among that; keys reads it
-    argv         words -> overrides; flags: what Megatron's flags mean; unknown_words
+    metadata     facts about a field's key, such as its limit; keys reads them
+    argv         words -> overrides; flags: the meaning of Megatron's flags; unknown_words
     translate    another system's file -> overrides: name_tables has the names, which are pages, other_systems what
                  several settings mean together
     compose      the road from words to a config: draft has its layers, mapping gives types, checks finds problems

@@ -31,7 +31,7 @@ _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
 def full_name(name: str) -> str:
-    """The key that an alias, or another system's name, stands for; any other name as it is."""
+    """The key that an alias or another system's name stands for; other names unchanged."""
     return name if name.startswith("-") else names_of_keys("names").get(name, name)
 
 
@@ -40,12 +40,12 @@ class Arguments:
     """A command line, sorted."""
 
     overrides: list[str] = field(default_factory=list)
-    """`KEY=VALUE` with full names and Hydra's quoting, one of each key."""
+    """`KEY=VALUE` with full names and Hydra's quoting, one for each key."""
     rest: list[str] = field(default_factory=list)
     """The command's own flags and positional arguments: words that are neither overrides nor Megatron's flags."""
     problems: list[Problem] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
-    """Key -> provenance, for a key to which an earlier word gave another value."""
+    """Key -> provenance, for keys to which an earlier word gave another value."""
     lists: dict[str, str] = field(default_factory=dict)
     """Key -> its values as they were typed (`1,2`), one run for each: empty without -m (`hydra_source` reads them)."""
 
@@ -72,9 +72,9 @@ class _Sorter:
         self.values: dict[str, tuple[str, str]] = {}
         """Key -> its quoted value, and the word as it was typed."""
         self.lists: dict[str, tuple[str, str, str, list[str]]] = {}
-        """Key -> its values as they were typed, the word, and of a loop the variable and its values."""
+        """Key -> its values as they were typed, the word, and for a shell loop its variable and values."""
         self.translated: list[tuple[TranslatedFlag, Problem]] = []
-        """Flags of Megatron's that are keys here, and the problem of each alone."""
+        """Flags of Megatron's that are keys here, each with its problem."""
         self.multirun = False
         self.line: list[str] = []
         """The command line again as shell text, with a loop variable where a list stood."""
@@ -82,7 +82,7 @@ class _Sorter:
     def take(self, token: str) -> None:
         """Sort one token (and the value that follows it)."""
         name, equals, value = token.partition("=")
-        if token in ("-m", "--multirun"):  # of Hydra, for one run of each combination of listed values
+        if token in ("-m", "--multirun"):  # Hydra's, for one run of each combination of listed values
             self.multirun = True
         elif name in self.own:
             self._own_flag([token], needs_value=self.own[name] and not equals)
@@ -129,7 +129,7 @@ class _Sorter:
             self.line += (pasted(f"{key}={text}") for key, text in known.pairs)
 
     def _global_batch(self) -> str:
-        """The global batch size wherever it stands on the line; empty if it does not, or if it is grown to."""
+        """The global batch size that the line sets; empty if it sets none, or lets the batch grow."""
         if any(token.partition("=")[0] in _GROWS for token in self.tokens):
             return ""
         words = (word for token in self.tokens for word in token.split("=", 1))
@@ -137,7 +137,7 @@ class _Sorter:
         return next((next(words, "") for word in words if word in names), "")
 
     def merge_translated_flags(self, command: str) -> None:
-        """Make one problem of several flags of Megatron's: a pasted command line is answered with a command line."""
+        """Replace the problems of several Megatron flags by one, whose remedy is a whole command line."""
         if len(self.translated) > 1:
             single = [problem for _, problem in self.translated]
             flags = [known for known, _ in self.translated]
@@ -169,7 +169,7 @@ class _Sorter:
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
         """Add one override, in place of an earlier one of its key, unless it is a list of values."""
         values = sweep_values(key, value)
-        earlier = self.values.pop(key, None)  # so that the key has the last word's place, too
+        earlier = self.values.pop(key, None)  # so that the key also gets the last word's place
         self.lists.pop(key, None)
         if values is not None:
             variable = f"value{len(self.line) + 1}"
@@ -311,7 +311,7 @@ def _range(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """`text` cut at its outermost commas."""
+    """`text` split at its outermost commas."""
     parts, depth, quote_mark = [""], 0, ""
     for letter in text:
         if quote_mark:

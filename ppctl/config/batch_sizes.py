@@ -17,7 +17,7 @@ from ppctl.config.pieces import MOST_SIZES, Rampup, read_rampup
 from ppctl.config.schema import RunConfig, TrainConfig
 
 STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
-"""The length of a run, and its other measures."""
+"""The keys that give the length of a run in other units."""
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
 
@@ -26,19 +26,19 @@ class Segment(NamedTuple):
     """Steps of one size that follow each other; the last segment has no end."""
 
     step: int
-    """Completed steps before it."""
+    """Completed steps before the segment."""
     sample: int
-    """Samples consumed before it."""
+    """Samples consumed before the segment."""
     size: int
-    """Samples of each step."""
+    """Samples of each of its steps."""
 
 
 Spans = Sequence[tuple[int, int]]
-"""Positions in the data, from the first to before the second."""
+"""Ranges (begin, end) of positions in the data."""
 
 
 class BatchSizes:
-    """The size of every step from a position on, in segments: what a step takes depends on the samples before it."""
+    """The size of every step from a position on, in segments: a step's size depends on the samples consumed before."""
 
     def __init__(self, full: int, rampup: Rampup | None = None, step: int = 0, consumed: int = 0) -> None:
         self.segments = list(_segments(full, rampup, step, consumed))
@@ -51,7 +51,7 @@ class BatchSizes:
     def pass_by(self, spans: Spans) -> None:
         """Leave the samples of `spans` out: a step that would read one of them begins at the span's end."""
         for first, end in sorted(spans):
-            begin = self.segments[-1]  # of the whole batch: no run goes back while its batch grows
+            begin = self.segments[-1]  # the last: no run goes back while its batch grows
             if begin.sample < end:
                 steps = max(0, (first - begin.sample) // begin.size)
                 self.segments[len(self.segments) - (not steps) :] = [Segment(begin.step + steps, end, begin.size)]
@@ -80,7 +80,7 @@ def rampup_of(train: TrainConfig) -> Rampup | None:
 
 
 def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Iterator[Segment]:
-    """Size k of n holds while fewer than (k + 1) / n of the ramp's samples are consumed."""
+    """Yield the segments: size k of n holds while fewer than (k + 1) / n of the ramp's samples are consumed."""
     sizes: range | list[int] = [] if rampup is None else rampup.sizes(full)
     sizes = sizes if len(sizes) <= MOST_SIZES else []  # `broken_rules` reports it
     for number, size in enumerate(sizes, start=1):
@@ -93,7 +93,7 @@ def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Ite
 
 
 def as_from_the_start(train: TrainConfig, step: int, consumed: int) -> bool:
-    """Whether steps from this position on take the same samples as in a run that begins with its first step."""
+    """Whether steps from this position on take the same samples as in a run that begins with the plan's first step."""
     whole = BatchSizes.of(train).segments
     ends = [*(after.step for _, after in pairwise(whole)), None]
     planned = [
@@ -107,7 +107,7 @@ StepsFor = Callable[[float], int]
 
 
 def steps_for_tokens(config: RunConfig) -> StepsFor:
-    """Counted from the run's first step, whatever it is resumed from."""
+    """Return a function from tokens to steps, counted from the run's first step even if the run was resumed."""
     sizes, length = BatchSizes.of(config.train), config.data.seq_length
     return lambda tokens: sizes.steps_for(tokens / length)
 
@@ -118,7 +118,7 @@ def at_size(config: RunConfig, size: int) -> RunConfig:
 
 
 def run_length(config: RunConfig) -> int | None:
-    """The steps of a run whose length is given in samples or tokens, as many as these fill; None if it is not."""
+    """The steps that `train.samples` or `train.tokens` fill; None if neither is set."""
     train = config.train
     if train.samples is None and train.tokens is None:
         return None
@@ -129,7 +129,7 @@ def run_length(config: RunConfig) -> int | None:
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
-    """A batch that grows to something else than the global batch, or by too little; two lengths of a run."""
+    """Findings about a growing batch that does not end at the global batch size, is too slow or has two lengths."""
     train, key, full = config.train, "train.batch_rampup", "train.global_batch_size"
     if train.samples is not None and train.tokens is not None:
         message = "the length of the run is given in samples and in tokens"
@@ -146,7 +146,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         yield (key, full), message, f"{key}=null"
     elif grows % rampup.increment:
         message = f"{rampup.start} + n x {rampup.increment} is never {train.global_batch_size}"
-        # The largest divisor up to the increment of which there are at most MOST_SIZES in it, else all of it.
+        # The largest divisor up to the increment that gives at most MOST_SIZES sizes, else the whole distance.
         smaller = range(min(rampup.increment, grows), grows // MOST_SIZES, -1)
         fitting = next((n for n in smaller if grows % n == 0), grows)
         yield (key, full), message, f"'{key}=[{rampup.start}, {fitting}, {rampup.samples}]'"

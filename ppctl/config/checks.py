@@ -1,4 +1,4 @@
-"""Limits of single keys and rules between keys, applied to a config: every problem at once, with remedies that work.
+"""Limits of single keys and rules between keys, applied to a config: all problems together, with remedies that work.
 
 The rules are in files by subject (`RULES`); equations between sizes (world, batch, layout against pp) are the plan's.
 """
@@ -31,7 +31,7 @@ from ppctl.errors import Problem, pasted
 
 
 def details(config: RunConfig) -> Iterator[Finding]:
-    """Keys that are set although another one, without which they have no effect, has another value (`Facts.needs`)."""
+    """Findings about keys that have no effect because another key does not have the value needed (`Facts.needs`)."""
     for name, key in keys_with("needs").items():
         owner, _, values = key.facts.needs.partition("=")
         given = value_text(config[owner])
@@ -79,7 +79,7 @@ def check(
 ) -> list[Problem]:
     """Every rule that `config` breaks. `for_training` adds, as one problem, what can be planned but not trained yet.
     `skip` names keys that have a problem already: rules that read them are left out. `usual` has the values that the
-    command line replaced: remedies go back to them, else to the default."""
+    command line replaced; remedies go back to these, else to defaults."""
     problems = []
     reported = set(skip)
 
@@ -91,7 +91,7 @@ def check(
                 reported.update(keys[:1])
 
     beyond = beyond_limits(config)
-    # A value that was derived from a wrong one is wrong too: one problem is enough.
+    # A value derived from a wrong value is wrong, too: one problem is enough.
     first = [key for key in beyond if not provenance.get(key, "").startswith("derived")]
     # Rules between values see only values within their limits: they stay fast, and no value has two problems.
     sound = within_limits(config, usual)
@@ -104,8 +104,8 @@ def check(
 
 
 def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    """The findings, each with the lines of its remedy that break no other rule, else a key's usual value. A remedy that
-    is a key alone stands for its usual value."""
+    """The findings, each with those lines of its remedy that break no other rule, else with a key's usual value. A
+    remedy that is a bare key means its usual value."""
     findings = _findings(config)
     before = {(keys, message) for keys, message, _ in findings}
 
@@ -141,7 +141,7 @@ def _copied(config: RunConfig) -> RunConfig:
 
 
 def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
-    """The config with a remedy that sets keys; None for one that does something else, such as to explain."""
+    """The config after a remedy that sets keys; None for other remedies, such as `ppctl explain`."""
     from ppctl.config.yaml_file import ConfigLoader, read_yaml
 
     mended = _copied(config)
@@ -151,7 +151,7 @@ def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
             return None
         try:
             mended[key] = converted_value(key, read_yaml(text, ConfigLoader)[0])
-        except ValueError:  # a value that the command line spells otherwise than YAML
+        except ValueError:  # a value in a form that YAML reads differently
             return None
     return mended
 
@@ -168,7 +168,7 @@ def is_size(name: str) -> bool:
 
 
 def within_limits(config: RunConfig, usual: Mapping[str, Any] = _UNCHANGED) -> RunConfig:
-    """`config` with the usual value, or the default, for each key whose value is beyond its limit."""
+    """`config` with the usual value, or the default, of each key whose value is beyond its limit."""
     beyond = beyond_limits(config)
     sound = _copied(config) if beyond else config
     for name in beyond:
@@ -177,7 +177,7 @@ def within_limits(config: RunConfig, usual: Mapping[str, Any] = _UNCHANGED) -> R
 
 
 def notes(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
-    """Settings that are no mistake, and hardly meant; how long a miniature runs."""
+    """Notes on settings that are allowed but probably not meant, and on the length of a miniature."""
     return [*scale.steps_in_words(config, provenance), *learning_rate.unreached_peak(config)]
 
 

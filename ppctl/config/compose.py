@@ -1,4 +1,4 @@
-"""From words to a RunConfig, with the source of every value and every problem at once (ARCHITECTURE.md draws the road).
+"""From words to a RunConfig, with the source of every value and all problems (ARCHITECTURE.md draws the steps).
 
 The order of strength: defaults, conf/, recipe, `model.from`, command line.
 """
@@ -36,11 +36,11 @@ _VOCABULARY, _DIVISOR = "model.vocab_size", "model.make_vocab_size_divisible_by"
 _TP = "parallel.tensor_model_parallel_size"
 
 CountTokens = Callable[[str], int]
-"""From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
+"""From the value of `data.tokenizer` to the number of rows that its embedding needs. Raises PpctlError."""
 
 
 class RefusedError(ConfigError):
-    """Problems, with the config as far as it could be composed, so that a plan of it can find more problems."""
+    """Problems, with the config as far as it could be composed, so that planning can find more problems."""
 
     def __init__(self, problems: Sequence[Problem], composed: Composed) -> None:
         super().__init__(problems)
@@ -68,16 +68,16 @@ def compose(
 ) -> Composed:
     """The config that `overrides` describe, on top of the defaults, conf/ and the recipe that they name.
 
-    Values that `read_model` reads of `model.from` are stronger than files and weaker than the command line; its
-    tokenizer is weaker than both. A vocabulary that nothing sets is counted by `count_tokens`, the
-    length of an epoch by `count_samples`. `for_training` also refuses what can be planned but not trained. Raises
-    RefusedError with all problems.
+    Values that `read_model` reads from `model.from` are stronger than files and weaker than the command line; its
+    tokenizer is weaker than both. If nothing sets the vocabulary, `count_tokens` gives it; `count_samples` gives the
+    length of an epoch. `for_training` also refuses settings that can only be planned. Raises RefusedError with all
+    problems.
     """
     arguments = _read(overrides)
     choices, values = split_choices(arguments)
     scale, recipe = choices.pop("scale", None), choices.get("recipe")
     draft = files(choices, arguments.problems)
-    # A recipe's layout was written for the recipe's own model, not for one that the command line chose.
+    # A recipe's layout was written for the recipe's own model, not for a model from the command line.
     before = (files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
     batch = draft.values[GLOBAL_BATCH]
     command_line(draft, values, arguments)
@@ -101,8 +101,8 @@ def override(
     for_training: bool = False,
     count_samples: CountSamples | None = None,
 ) -> Composed:
-    """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen. If they change
-    pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError."""
+    """`config` with `overrides` on top, for `resume`: recipe and model stay. If overrides change pp, vpp or the model's
+    layers and give no layout, the old layout is set aside. Raises RefusedError."""
     arguments = _read(overrides)
     choices, values = split_choices(arguments)
     for group, option in choices.items():
@@ -120,7 +120,7 @@ def override(
 
 
 def _read(overrides: Sequence[str] | Arguments) -> Arguments:
-    """The arguments as a command has read them, or read from words; words that are no overrides become problems."""
+    """The arguments, read from words if a command has not done so; words other than overrides become problems."""
     arguments = overrides if isinstance(overrides, Arguments) else normalise(overrides)
     return replace(arguments, problems=[*arguments.problems, *map(not_an_override, arguments.rest)])
 
@@ -129,7 +129,7 @@ def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) 
     """Set a vocabulary that nothing sets by the tokenizer, and round it as Megatron does."""
     source, rows, tokenizer = draft.source(_VOCABULARY), draft.values[_VOCABULARY], draft.values[TOKENIZER]
     if source.startswith("model.from"):
-        return  # its weights have these rows
+        return  # the model's weights give the rows
     reason = ""
     if source == DEFAULT or source.startswith("scale="):
         if draft.source(TOKENIZER) != DEFAULT and isinstance(tokenizer, str):
@@ -164,6 +164,7 @@ def _multiple(draft: Draft) -> int:
 
 
 def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_samples: CountSamples | None) -> Composed:
+    """The config of a composed draft. Raises RefusedError with all problems."""
     draft.adjust(count_samples, for_training=for_training)
     config, wrong = convert(draft.values, draft.place)
     named = {problem.place.partition(" (")[0]: problem for problem in wrong}

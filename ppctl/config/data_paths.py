@@ -1,9 +1,8 @@
 """The forms of `data.path`: one path, or a blend of several with weights, in Megatron's spelling.
 
-texts/**/*.txt                      text, by name or glob
-corpus/web                          a prefix: corpus/web.bin and corpus/web.idx
-[0.3,corpus/web,0.7,corpus/code]    a blend: weight, path, weight, path
-[corpus/web,corpus/code]            as if they were one: each sample is as likely as any other
+texts/**/*.txt text, by name or glob corpus/web a prefix: corpus/web.bin and corpus/web.idx
+[0.3,corpus/web,0.7,corpus/code] a blend: weight, path, weight, path [corpus/web,corpus/code] as if they were one: each
+sample is as likely as any other
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.config.training_config import TEXT
 
 LONGEST_CYCLE = 65536
-"""Largest number of samples after which a blend's pattern repeats: each source has at least one sample in it."""
+"""Largest number of samples in a blend's cycle, in which each source has at least one sample."""
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
@@ -71,7 +70,7 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
 
 
 class DataSource(NamedTuple):
-    """One part of a blend; without a weight it weighs as much as it holds."""
+    """One part of a blend; without a weight its share is its number of samples."""
 
     path: str
     weight: Fraction | None = None
@@ -148,6 +147,7 @@ def _number(item: Any) -> Fraction | None:
         value = float(item)
         if not math.isfinite(value):
             return None
-        return Fraction(str(item)) if value else Fraction(0)  # the exact value of 1e-999999999 has as many digits
+        # the exact value of 1e-999999999 would have a billion digits
+        return Fraction(str(item)) if value else Fraction(0)
     except (ValueError, OverflowError):
         return None

@@ -1,7 +1,7 @@
 """A configuration while it is composed: values by dotted key, the source of each, and the problems so far.
 
-Each layer replaces what is weaker. Once all values are there, interpolations are resolved, a layout made for other
-sizes is set aside, and two names of one value become equal. How directories and tokenizers are read is handed in.
+Each layer replaces weaker values. Then interpolations are resolved, a layout made for other sizes is set aside, and two
+names of one value become equal. Callers pass the functions that read directories and tokenizers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFAULT = "default"
 TOKENIZER = "data.tokenizer"
 
 ReadModel = Callable[[str, str, Mapping[str, str], Mapping[str, Any]], Mapping[str, Any]]
-"""From model.from, model.implementation, model.hf_overrides and model.lora to values by key: of the model, and
+"""From model.from, model.implementation, model.hf_overrides and model.lora to values by key: the model's and
 data.tokenizer. Raises PpctlError."""
 
 CountSamples = Callable[[RunConfig], int]
@@ -121,7 +121,7 @@ class Draft:
         self._set_aside(LAYOUT, "layout", reason, "layout ")
 
     def set_rampup_aside(self, before: Any) -> None:
-        """Drop a file's batch that grows if the command line changes the global batch that it grows to."""
+        """Drop a file's growing batch if the command line changes the global batch size that it ends at."""
         if RAMPUP in self.typed or self.values[RAMPUP] is None or self.values[GLOBAL_BATCH] == before:
             return
         self._set_aside(RAMPUP, "batch_rampup", "set aside because gbs was changed on the command line", "")
@@ -145,20 +145,20 @@ class Draft:
         self.provenance[LAYOUT] += f" (file {value[1:]})"
 
     def _find_schedule_file(self) -> None:
-        """Keep the schedule file's absolute path: a run is resumed from anywhere."""
+        """Make the schedule file's path absolute: a run may be resumed from another directory."""
         value = self.values[SCHEDULE_FILE]
         if isinstance(value, str) and is_file(value):
             self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
 
     def _unite_micro_batch(self) -> None:
-        """Give both names of the micro batch size the stronger source's value; as strong ones are compared later."""
+        """Give both names of the micro batch size the stronger source's value. Rules compare equally strong sources."""
         ranks = [self._strength(key) for key in MICRO_BATCH]
         if ranks[0] != ranks[1]:
             stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
             self.put(weaker, self.values[stronger], f"derived: {stronger}")
 
     def _count_steps(self) -> None:
-        """Set train.steps by the run's samples or tokens, if their source is stronger; as strong ones are compared."""
+        """Set train.steps from the run's samples or tokens if their source is stronger; equal strength is a problem."""
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
             return
@@ -171,8 +171,9 @@ class Draft:
             self.put(STEPS, run_length(self.config()), f"derived: {given[0]}")
 
     def _count_epochs(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
-        """Set train.samples by the run's epochs, unless another measure of its length is stronger; as strong a one is
-        refused. What a resumed run has counted stays, unless other epochs are typed. Plans do without data."""
+        """Set train.samples from train.epochs, unless a stronger source sets steps, samples or tokens; an equally
+        strong one is a problem (PP-E103). A resumed run keeps its count unless train.epochs is typed. If data cannot be
+        read, a plan keeps train.steps and notes it."""
         own, epochs = self._strength(EPOCHS), None if self.values[EPOCHS] is None else self.config().train.epochs
         if epochs is None or not keys()[EPOCHS].allows(epochs):  # `check` says what is wrong
             return
@@ -198,7 +199,7 @@ class Draft:
             self.notes.append(f"{EPOCHS}={epochs:g}: {unknown}")
 
     def _strength(self, key: str) -> int:
-        """Order of sources: derived and default, files, command line."""
+        """The strength of a key's source: 0 derived and default, 1 files, 2 command line."""
         source = self.source(key)
         return 0 if source == DEFAULT or source.startswith("derived") else 2 if source.startswith(PLACE) else 1
 
@@ -207,7 +208,7 @@ class Draft:
 
 
 def files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
-    """The draft that defaults, conf/ and the chosen groups make; what is wrong with files is added to `problems`."""
+    """The draft from defaults, conf/ and the chosen groups; problems of files are added to `problems`."""
     from ppctl.config.hydra_source import load
 
     draft = Draft.of(RunConfig(), {}, problems)
@@ -254,7 +255,7 @@ def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arg
             continue
         source = arguments.sources.get(key, PLACE)
         if known in draft.typed and source == PLACE:
-            source = draft.provenance[known]  # of another entry of the same mapping
+            source = draft.provenance[known]  # the source of another entry of the same mapping
         if known in text_keys():
             draft.covered.setdefault(known, deepcopy(draft.values[known]))
         try:
@@ -272,13 +273,13 @@ def with_remedy(problem: Problem, draft: Draft) -> Problem:
     if problem.remedy or key not in text_keys():
         return problem
     before = draft.covered.get(key, text_keys()[key].default)
-    # Their defaults are no values to type.
+    # The defaults of these keys cannot be typed.
     explained = key in ("published", "pipeline.pp_batch_size")
     return replace(problem, remedy=f"ppctl explain {key}" if explained else as_typed(key, before))
 
 
 def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
-    """Put the sizes of `model.from` over those of files."""
+    """Put the sizes of `model.from` over the files' sizes."""
     directory = draft.values["model.from"]
     if not isinstance(directory, str) or not directory:
         return
@@ -312,7 +313,7 @@ def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bo
 
 
 def _asked(draft: Draft, name: str) -> Any:
-    """The value that a key will have; its default in place of one of another type, which is refused afterwards."""
+    """The value that a key will have; its default in place of a value of a wrong type, which is refused later."""
     try:
         return converted_value(name, draft.values[name])
     except ValueError:
@@ -320,7 +321,7 @@ def _asked(draft: Draft, name: str) -> Any:
 
 
 def put_back(draft: Draft, fitting: Mapping[str, Any], read: Collection[str]) -> None:
-    """Plan the model that there is, not the sizes that were refused: its description has layers of its own."""
+    """Replace refused sizes of a model of transformers by sizes that fit, so that a plan is possible."""
     for name, value in fitting.items():
         if name.startswith("model.") and name not in read:
             draft.values[name] = value
@@ -331,13 +332,13 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
     rows = []
     try:
         values = _miniature(draft, scale)
-    except ConfigError as error:  # values that describe no layers, such as a wrong model.moe_layer_freq
+    except ConfigError as error:  # no layers follow from the values, such as a wrong model.moe_layer_freq
         draft.problems += error.problems
         return
     for key, value in values.items():
         before = draft.values[key]
         if key in draft.covered:
-            draft.covered[key] = value  # a remedy goes back to the value without the command line
+            draft.covered[key] = value  # remedies go back to the value without the command line
         if key not in draft.typed and value != before:
             draft.put(key, value, f"scale={scale}")
             rows.append((key, *(t if len(t) < 25 else f"{t[:21]}..." for t in map(value_text, (before, value)))))
@@ -348,7 +349,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
 
 
 def _miniature(draft: Draft, scale: str) -> dict[str, Any]:
-    """The values that make the run small, in proportion to those of files: typed ones are meant for the miniature."""
+    """The values that make the run small, in proportion to the files'; typed values are meant for the miniature."""
     small = SCALES[scale]
     full = replace(draft, values=dict(draft.values))
     for key in small(draft.config(), draft.typed):

@@ -1,7 +1,7 @@
 """Flags in Megatron's spelling: which of them ppctl takes, and the error about each of the rest.
 
-The flags of a key are metadata of its field: `names`, which are taken, and `known_as`. The page `megatron_flags` has
-those that mean one value of a key, or no key, and the values that have other names here.
+The flags of a key are metadata of its field: `names`, which are accepted, and `known_as`. The page `megatron_flags` has
+flags that mean one value of a key, or no key, and values that have other names here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ppctl.config.name_tables import MEGATRON, NameTables, tables
 from ppctl.errors import Problem, pasted
 
 TAKEN = {name: text_keys()[key] for name, key in names_of_keys("names").items() if name.startswith("--")}
-"""Flag -> key. A switch takes no value, a list one or more, as `--flag VALUE VALUE`, any other one."""
+"""Flag -> key. A switch takes no value, a list one or more (`--flag VALUE VALUE`), any other flag one."""
 
 
 def _key_of(flag: str) -> Key | None:
-    """The key that one of Megatron's flags means, else the first that has the flag's name."""
+    """The key that a flag of Megatron's means, else the first key that ends with the flag's name."""
     if name := names_of_keys("names").get(flag) or names_of_keys("known_as").get(flag):
         return text_keys()[name]
     field = flag.lstrip("-").replace("-", "_")
@@ -29,25 +29,25 @@ def _key_of(flag: str) -> Key | None:
 
 
 def meant_by(name: str) -> str | None:
-    """The key that a table lists as what other systems call `name`, the last part of a key or a flag. A field of ours
-    that has this name proves nothing: `eval_steps` and `dtype` mean something else elsewhere."""
+    """The key for which a table lists `name` (a flag, or the last part of a key) as another system's. A key of ours
+    with this name does not count: `eval_steps` and `dtype` mean something else in other systems."""
     flag = "--" + name.replace("_", "-")
     tables = [names_of_keys("known_as"), names_of_keys("names")]
     return next((table[each] for each in (name, flag) for table in tables if each in table), None)
 
 
 class TranslatedFlag(NamedTuple):
-    """A flag of Megatron's that ppctl understands and does not take."""
+    """A flag of Megatron's that ppctl understands but does not accept."""
 
     typed: str
     override: str = ""
-    """The override that means the same; empty if none does, or none is needed."""
+    """The override with the same meaning; empty if there is none, or none is needed."""
     why: str = ""
-    """Why it is left out, how to say something like it, or a remark on the override."""
+    """Why the flag is left out, how to get a similar effect, or a remark on the override."""
     code: str = "PP-E107"
-    """PP-E108 of what this release does not have, PP-E109 of what means nothing here."""
+    """PP-E108 for what this release does not have, PP-E109 for what has no meaning here."""
     place: str = ""
-    """The file of a setting, and the line where it is known; empty for a typed flag."""
+    """The file of a setting, with the line if known; empty for a typed flag."""
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -56,7 +56,7 @@ class TranslatedFlag(NamedTuple):
         return [(key, text) for key, _, text in words]
 
     def shown(self, most: int = 60) -> str:
-        """The flag or setting in at most so many letters."""
+        """The flag or setting in at most `most` characters."""
         return self.typed if len(self.typed) <= most else f"{self.typed[: most - 3]}..."
 
 
@@ -68,7 +68,7 @@ def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
     if steps := table.entry(name_tables.SAMPLES, flag):
         return _in_steps(typed, steps, value, batch)
     if table.is_idle(flag, value):
-        return TranslatedFlag(typed, why="it is so in any case", code="PP-E109")
+        return TranslatedFlag(typed, why="ppctl always does so", code="PP-E109")
     if (key := _key_of(flag)) is None:
         return valueless(table, flag, typed)
     if flag == "--split":
@@ -108,7 +108,7 @@ def _in_steps(typed: str, key: str, samples: str, batch: str) -> TranslatedFlag:
 
 
 def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
-    """`key=value`; of a flag without a value, what it switches on, or the key's default."""
+    """`key=value`; for a flag without a value, the value that it switches on, or the key's default."""
     is_on = key.is_switch and value not in ("true", "false")
     override, support = as_typed(key.name, True if is_on else value or key.default), key.facts.support
     if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):
@@ -117,13 +117,13 @@ def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
 
 
 def takes_several(flag: str) -> bool:
-    """Whether a flag that ppctl does not take has one value or more."""
+    """Whether a flag that ppctl does not accept has one value or more."""
     key = _key_of(flag)
     return key.is_list if key else tables(MEGATRON).entry(name_tables.SEVERAL, flag) is not None
 
 
 def _validation_share(split: str) -> str:
-    """The share of the second of Megatron's three numbers (training, validation, test), such as `949,50,1`."""
+    """The share of validation in Megatron's three numbers (training, validation, test), such as `949,50,1`."""
     try:
         shares = [float(part) for part in split.split(",")]
         return f"{shares[1] / sum(shares):.4g}"
@@ -132,15 +132,15 @@ def _validation_share(split: str) -> str:
 
 
 _NO_TOKENIZERS = (".model", ".json", ".vocab", ".tiktoken", ".txt")
-"""Ends of names of tokenizers' files that ppctl does not read."""
+"""File name endings of tokenizers that ppctl does not read."""
 
 _SWITCHED_ON = ("parallel.cpu_offloading_num_layers", "log.tensorboard_dir", "log.wandb_project")
-"""Keys whose flags switch on as well what the keys need."""
+"""Keys whose flags also switch on what the keys need."""
 
 
 def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
     """One problem for several flags; `line` is the command line with keys instead, `given` its keys and values. Its
-    place ends with Megatron's defaults if the line leaves others."""
+    place ends with Megatron's defaults where the line leaves different ones."""
     width = max(len(one.typed) for one in flags)
     rows = [f"{one.typed:<{width}}  {answered(one)}" for one in flags]
     message = f"{len(flags)} flags are keys in ppctl or have no meaning in it; the remedy is the whole command line"
@@ -166,7 +166,8 @@ def defaults_left(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _feed_forward(given: Mapping[str, str]) -> str:
-    """Four times the width; with a gate two thirds of it, rounded down to a multiple of 64. Empty for no number."""
+    """Megatron's default: four times the width; with a gate two thirds of that, rounded down to a multiple of 64. Empty
+    if the width is no number."""
     width, gated = given["model.hidden_size"], given.get("model.gated_linear_unit") == "true"
     if not width.isdigit():
         return ""
@@ -187,7 +188,7 @@ def _other_defaults(given: Mapping[str, str]) -> list[str]:
 
 
 def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str = "") -> Problem:
-    """The problem of a flag that ppctl does not take; `value` is what was typed for it."""
+    """The problem of a flag that ppctl does not accept; `value` is its typed value."""
     place = "command line"
     if flag == "--from":
         message = "--from is a flag of ppctl plan, whose --write makes a recipe that every command takes"

@@ -1,6 +1,6 @@
-"""Variables that CUDA and cuBLAS read when they start, as a rank on a GPU needs them.
+"""Environment variables that a rank on a GPU needs when CUDA and cuBLAS start.
 
-The launcher sets what is missing, and every rank checks its own environment again.
+The launcher sets missing variables, and every rank checks its own environment again.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ppctl.host.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue
 
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE = (":4096:8", ":16:8")
-"""The settings under which cuBLAS gives the same bits again. Source: its documentation on reproducibility."""
+"""The settings with which cuBLAS is reproducible to the bit. Source: its documentation."""
 LOADING = "CUDA_MODULE_LOADING"
 _EAGER = "EAGER"
-"""CUDA loads a kernel at its first launch, for which the device has to drain: with receives posted, two ranks that
-load at once may wait for each other. Before the first step every stage runs once; but experts and packed documents have
-sizes that change from step to step, and libraries choose other kernels for other sizes."""
+"""CUDA loads a kernel at its first launch, and waits until the device is idle: with receives posted, two ranks that
+load at the same time may wait for each other. Every stage runs once before the first step, but the sizes of experts and
+packed documents change from step to step, and libraries choose kernels by sizes."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Both names that torch has for its allocator's settings: it reads the first one that is set, and never the other."""
+"""torch's two names for its allocator's settings: it reads only the first that is set."""
 EXPANDABLE = "expandable_segments:True"
-"""Blocks of any size come out of one range of addresses, so that fragments hardly ever make torch's allocator free
-memory; and if it has to, it waits for its own stream and not for the whole device."""
+"""Blocks of any size come out of one range of addresses, so that fragmentation rarely makes torch's allocator free
+memory; if it does, it waits for its own stream and not for the whole device."""
 REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 """Lets NCCL register every block of the allocator, which torch does not do for expandable segments."""
 _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
@@ -33,9 +33,8 @@ _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
 def gpu_environment(
     config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str], *, routed: bool
 ) -> tuple[dict[str, str], list[Problem]]:
-    """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
-    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in any
-    code."""
+    """(`launch_env` with missing variables that a rank on a GPU needs, problems of those that are set). `environ` is
+    what ranks inherit; `launch_env` is stronger. `routed`: the model, of any code, has routed experts."""
     added = dict(launch_env)
     if QUEUES not in environ:
         added.setdefault(QUEUES, MOST_QUEUES)
@@ -61,7 +60,7 @@ def loads_all_kernels(config: RunConfig, pp: int, *, routed: bool) -> bool:
 
 
 def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:
-    """A note on settings of torch's allocator that are the user's and leave out what ppctl would set."""
+    """A note on the user's settings of torch's allocator if they lack what ppctl would set."""
     setting = _set_by_user(ALLOCATOR, environ, launch_env)
     if setting is None or _expands(setting[1]):
         return None
@@ -91,7 +90,7 @@ def _set_by_user(
 
 
 def refuse_backend(config: RunConfig, backends: str, nccl: tuple[int, ...] | None) -> None:
-    """Raise ConfigError (PP-E642) if ranks share a GPU without NCCL in `backends`, and the config asks for it."""
+    """Raise ConfigError (PP-E642) if ranks share a GPU, `backends` lack NCCL, and the config asks for it."""
     if "nccl" not in backends:
         version = ".".join(map(str, nccl or ()))
         problems = _backend_of_shared_gpus(config, f"NCCL {version} is older than 2.30.7, or {SEVERAL_RANKS}=1 not set")
@@ -108,7 +107,7 @@ def _backend_of_shared_gpus(config: RunConfig, why: str) -> list[Problem]:
 
 
 def kept_queue(config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:
-    """A note on a single hardware queue, which only channels cannot do with."""
+    """A note on a single hardware queue, with which channels would block but `plain` does not."""
     blocks = why_one_queue_blocks(pp, launch_env.get(QUEUES, environ.get(QUEUES)))
     if blocks is None or not is_plain(config):
         return None

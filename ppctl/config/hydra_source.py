@@ -1,4 +1,4 @@
-"""All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf. Import it lazily.
+"""All that ppctl uses of Hydra, private names included: no other module imports Hydra or OmegaConf. Import it lazily.
 
 Offers `parse` (the override grammar), `combinations` (its choices and ranges), `load` (the defaults list: groups,
 `override /group: x`, packages, over conf/ and the recipe directories) and `interpolated` (`${...}`).
@@ -40,7 +40,7 @@ class PpctlSource(ConfigSource):
     provider: str = "ppctl"
     path: str = ""
     chosen: Recipe | None = None
-    """The recipe that was asked for, which need not be in a recipe directory."""
+    """The chosen recipe, which may lie outside the recipe directories."""
     files: dict[str, YamlFile | None] = field(default_factory=dict)
 
     @staticmethod
@@ -49,11 +49,11 @@ class PpctlSource(ConfigSource):
         return "ppctl"
 
     def available(self) -> bool:
-        """Whether it can be read: always, the files ship with the package."""
+        """True: the files ship with the package."""
         return True
 
     def file(self, config_path: str) -> YamlFile | None:
-        """The file behind a config path such as `recipe/quickstart`, or none."""
+        """The file of a config path such as `recipe/quickstart`; None if there is none."""
         name = config_path.removesuffix(".yaml")
         if name not in self.files:
             self.files[name] = self._find(name)
@@ -75,7 +75,7 @@ class PpctlSource(ConfigSource):
         header = ConfigSource._get_header_dict(file.text[:512])
         if header.get("package") is None and config_path.startswith("recipe/"):
             header["package"] = "_global_"
-        # Hydra has only to see the defaults list: the values go their own way, which keeps them plain and fast.
+        # Hydra needs to see only the defaults list: values are read apart from it, as plain data, which is faster.
         seen = OmegaConf.create({key: value for key, value in file.values.items() if key == "defaults"})
         return ConfigResult(provider=self.provider, path=file.label, config=seen, header=header)
 
@@ -93,7 +93,7 @@ class PpctlSource(ConfigSource):
 
 
 class _Repository(ConfigRepository):
-    """Hydra's repository over one source, made by us and not by a registry of plugins."""
+    """Hydra's repository over one source, made here instead of by a registry of plugins."""
 
     def __init__(self, source: PpctlSource) -> None:
         self.source = source
@@ -115,12 +115,12 @@ def parse(text: str) -> Override:
 
 
 MOST_RUNS = 256
-"""Runs of one command line with lists of values: all plans are held while all are checked."""
+"""The most runs of one command line: all plans are in memory while they are checked."""
 
 
 def combinations(line: Arguments) -> list[Arguments]:
-    """The command line of each run of one with lists of values, the last list varying fastest; of equal ones the first.
-    Raises ConfigError for what lists nothing in Hydra's grammar (PP-E105, PP-E106), and for too many runs (PP-E106)."""
+    """The command lines of the runs of a line with lists of values, the last list varying fastest; of equal lines the
+    first. Raises ConfigError for text outside Hydra's grammar (PP-E105, PP-E106) and too many runs (PP-E106)."""
     lists = {key: _listed(key, text) for key, text in line.lists.items()}
     if prod(map(len, lists.values())) > MOST_RUNS:
         message = f"{' x '.join(f'{len(values)} of {key}' for key, values in lists.items())} are too many runs"
@@ -131,7 +131,7 @@ def combinations(line: Arguments) -> list[Arguments]:
 
 
 def _listed(key: str, text: str) -> list[Any]:
-    """The values that `text` lists, not many more than there may be runs; text that was quoted stays so."""
+    """The values that `text` lists, cut off above the most runs; quoted text stays quoted. Raises ConfigError."""
     override = parse(f"{key}={text}")
     try:
         values = (
@@ -144,9 +144,8 @@ def _listed(key: str, text: str) -> list[Any]:
 
 
 def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    """(dotted key, value, source) of all that the files of a config set, weakest first. `choices` are the chosen
-    options by group. Raises ConfigError if a file cannot be read, or a defaults list names something that does not
-    exist or contradicts itself."""
+    """(dotted key, value, source) of all values in a config's files, weakest first. `choices` are the chosen options by
+    group. Raises ConfigError if a file cannot be read, or a defaults list names unknown files or contradicts itself."""
     version.setbase("1.3")
     source = PpctlSource(chosen=find_recipe(choices.get("recipe", "")))
     overrides = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]
@@ -184,19 +183,19 @@ def _values_of(file: YamlFile, path: str, package: str) -> Iterator[tuple[str, A
 
 
 def _header_of(source: PpctlSource, reason: str) -> ConfigError:
-    """The problem of a header or a defaults list: that of the recipe, since conf/ ships with the package."""
+    """The problem of the recipe's header or defaults list; conf/ ships with the package."""
     file = source.file(f"recipe/{source.chosen.name}" if source.chosen else "config")
     assert file is not None  # it was read before
     return file.error(f"cannot be composed: {reason}", file.lines.get("defaults", 1))
 
 
 LONGEST_INTERPOLATED = 2**16
-"""Characters of what the interpolations of one key bring in from other ones that interpolate."""
+"""The most characters that interpolations of one key may bring in from other interpolated texts."""
 _NAMED, _NESTED = re.compile(r"([\w-]+)(?:\[\w+\])*\s*\}"), re.compile(r"\$\{[^}]*\$\{")
 
 
 def interpolated(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The values of `names`, which have `${...}` in them, resolved one at a time; an exception for each that fails."""
+    """The values of `names`, which have `${...}` in them, resolved one by one; for a failed value its exception."""
     texts = {path: text for name in names for path, text in _texts(values[name], name)}
     resolved: dict[str, Any] = {}
     for name in names:
@@ -221,7 +220,7 @@ def interpolated(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Dotted path -> text, of all texts in a value that interpolate."""
+    """Yield (dotted path, text) of all texts with `${...}` in a value."""
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         yield from _texts(each, f"{path}.{key}")
@@ -230,13 +229,13 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
-    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there. A text may
-    name another one twice, and that one a third: some lines would take hours, and fill the memory."""
+    """An upper bound of a text's length after interpolation. Texts may name each other twice at each of many levels:
+    without a limit a few lines would take hours and fill the memory. A cycle counts as its first round."""
     if path not in known:
         known[path] = 0
         named = _NAMED.findall(texts[path])
         brought = [other for word in named for other in texts if word in other.split(".")]
-        brought += [*texts] * len(_NESTED.findall(texts[path]))  # a name that is made of others may be any
-        own = len(texts[path]) * texts[path].count("${")  # if they are nested, reading takes the square of that
+        brought += [*texts] * len(_NESTED.findall(texts[path]))  # an interpolated name may be any
+        own = len(texts[path]) * texts[path].count("${")  # reading nested ones takes quadratic time
         known[path] = own + sum(_length(other, texts, known) for other in brought)
     return known[path]

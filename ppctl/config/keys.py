@@ -20,7 +20,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import CONTROL, pasted, visible
 
 Finding = tuple[tuple[str, ...], str, str]
-"""A broken rule between values: the keys that it is about, what is wrong, and a remedy."""
+"""A broken rule between values: its keys, what is wrong, and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Key:
 
     @property
     def limit(self) -> Limit | None:
-        """The values that it allows; none accepts all of the type."""
+        """The allowed values; None allows all values of the type."""
         return self.facts.limit
 
     @property
@@ -48,11 +48,11 @@ class Key:
 
     @property
     def attribute(self) -> str:
-        """The field's name in Python, if `from` is a word of the language."""
+        """The field's name in Python, where `from` is a keyword."""
         return attribute_of(self.field)
 
     def allows(self, value: Any) -> bool:
-        """Whether `value`, of the key's type, has no control characters and keeps the key's own limit."""
+        """Whether `value`, of the key's type, has no control characters and is within the key's limit."""
         if self._controls(value):
             return False
         if self.limit is None:
@@ -60,7 +60,7 @@ class Key:
         return self.type is Any or NoneType in members(self.type) if value is None else self.limit.allows(value)
 
     def misfit(self, value: Any) -> tuple[str, str | None]:
-        """Why `allows` refuses a value, and the word that was probably meant."""
+        """(why `allows` refuses a value, the word that was probably meant)."""
         if bad := self._controls(value):
             shown = " ".join(dict.fromkeys(bad))
             return f"{self.name} has control characters, which scripts and terminals obey: {shown}", None
@@ -72,17 +72,17 @@ class Key:
         return message + did_you_mean(word, words), words[close[0]] if close else None
 
     def _controls(self, value: Any) -> str:
-        """The characters of `value` that no text of this key may have."""
+        """The control characters of `value` that are not allowed in this key's text."""
         return _controls(value, "\n\t" if self.facts.lines else "")
 
     @property
     def is_dtype(self) -> bool:
-        """Whether it holds a dtype or its name."""
+        """Whether the key holds a dtype or its name."""
         return self.field == "dtype" or self.field.endswith("_dtype")
 
     @property
     def is_callable(self) -> bool:
-        """Whether it holds a Python object, which no text can set."""
+        """Whether the key holds a Python object, which no text can set."""
         return self.field.startswith("_") or "Callable" in str(self.type)
 
     @property
@@ -92,24 +92,24 @@ class Key:
 
     @property
     def is_container(self) -> bool:
-        """Whether it may hold a list or a mapping."""
+        """Whether the key may hold a list or a mapping."""
         return (self.type is Any and not self.is_dtype) or any(
             get_origin(t) in (list, dict) for t in members(self.type)
         )
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is true or false."""
+        """Whether the key is true or false."""
         return self.type is bool
 
     @property
     def is_list(self) -> bool:
-        """Whether a flag for it takes several values."""
+        """Whether the key's flags take several values."""
         return any(get_origin(t) is list for t in members(self.type))
 
 
 def _controls(value: Any, kept: str = "") -> str:
-    """The control characters in all texts of `value`, a list's and a mapping's among them, but for those in `kept`."""
+    """The control characters in all texts of `value`, also within lists and mappings, except those in `kept`."""
     if isinstance(value, str):
         return "".join(letter for letter in CONTROL.findall(value) if letter not in kept)
     parts = [*value, *value.values()] if isinstance(value, Mapping) else value
@@ -139,7 +139,7 @@ def type_text(annotation: Any) -> str:
 
 @cache
 def sections() -> dict[str, type]:
-    """Dotted name of a section -> its dataclass, in order, each behind the section that it is in."""
+    """Dotted name of a section -> its dataclass, in order, each after its outer section."""
     return dict(_sections_of(RunConfig, ""))
 
 

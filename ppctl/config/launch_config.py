@@ -58,7 +58,7 @@ class KubernetesConfig:
     image: str | None = key(None, _IMAGE, jobs="kubernetes")
     """The image of the pods, which has ppctl and torch."""
     namespace: str | None = key(None, _DNS_NAME, jobs="kubernetes")
-    """The namespace of all objects; none takes that of the kubeconfig's current context."""
+    """The namespace of all objects; none takes the namespace of the kubeconfig's current context."""
     claim: str | None = key(None, _CLAIM, jobs="kubernetes")
     """The volume claim (ReadWriteMany) with the run directories: all pods write to it."""
     mount: str = key("/runs", _MOUNT, jobs="kubernetes")
@@ -86,8 +86,8 @@ class KubernetesConfig:
     shm: str = key("8GiB", MEMORY, jobs="kubernetes")
     """Size of /dev/shm, which is memory: NCCL, gloo and copies in memory (checkpoint.local) use it."""
     grace: int | None = key(None, positive(7 * 24 * 3600), jobs="kubernetes")
-    """Seconds from the word that a pod must go to its end, in which the ranks save; none: two saves, three steps and a
-    minute, as measured when the run has saved before, else as planned."""
+    """Seconds from the request that a pod must end to its end, in which the ranks save; none: two saves, three steps
+    and a minute, as measured if the run has saved before, else as planned."""
 
 
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
@@ -118,8 +118,8 @@ class LaunchConfig:
     """The part of device_memory that CUDA's context and communicators take, as "2GiB"; a plan's peak must fit the rest.
     `auto` follows from the sizes of the groups; it is 0 on the CPU."""
     share_gpu: bool = key(False, needs="launch.device=cuda,any")
-    """Let ranks share GPUs: each takes the one of number local rank % GPUs. Messages go through host memory: slow, for
-    tests. A rank may hold its share of device_memory, counted as if a machine had one GPU."""
+    """Let ranks share GPUs: each takes GPU number local rank % GPUs. Messages go through host memory: slow, for tests.
+    A rank may hold its share of device_memory, counted as if a machine had one GPU."""
     transport: str = key("auto", one_of("auto", "plain", "channels"))
     """How messages between stages travel. `plain`: in batches over the pipeline's process group, by torch's
     batch_isend_irecv alone; nothing is received ahead, and forwards and backwards run side by side in no pair.
@@ -138,17 +138,15 @@ class LaunchConfig:
     spares: int = key(
         0, not_negative(MOST_RANKS), options="-k --no-kill -K --kill-on-bad-exit", jobs="node slurm kubernetes"
     )
-    """`ppctl node`, jobs: hosts beyond `nodes` that wait to take the place of one that is lost; more are refused."""
+    """`ppctl node`, jobs: hosts beyond `nodes` that wait to replace a lost host; more are refused."""
     max_restarts: int = key(3, not_negative(MOST_RANKS), jobs="node slurm kubernetes")
     """`ppctl node`, jobs: how often in a row ranks are started again without having done a step that was new."""
     shrink: str = key("wait", one_of("wait", "requeue", "smaller"), jobs="node slurm kubernetes")
     """`ppctl node`, jobs: what follows if a host is lost and none takes its place. `wait`: wait for one. `requeue`: end
     with exit code 75 after `shrink_after`; a JobSet is restarted. `smaller`: go on then with what `ppctl plan --lost`
-    plans for the hosts left. No node comes into SLURM's job: it goes on smaller at once, or is requeued without the
-    lost node."""
+    plans for the hosts left. SLURM's job gets no node: it goes on smaller immediately, or is requeued without it."""
     shrink_after: str = key("10m", TIME, jobs="node kubernetes", needs="launch.shrink=requeue,smaller")
-    """`ppctl node`, pods: how long to wait for a host in the place of a lost one before the run ends or goes on
-    smaller."""
+    """`ppctl node`, pods: how long to wait for another host after a loss before the run ends or goes on smaller."""
     account: str | None = key(None, ONE_LINE, options="-A --account", jobs="slurm")
     """SLURM: the account that pays (sbatch --account)."""
     qos: str | None = key(None, ONE_LINE, options="-q --qos", jobs="slurm")
@@ -186,7 +184,7 @@ class LaunchConfig:
     after: str | None = key(None, ONE_LINE, options="-d --dependency --kill-on-invalid-dep", jobs="slurm")
     """SLURM: a run (directory, id, job number) that must finish first."""
     python: str | None = key(None, ONE_LINE, jobs="slurm kubernetes")
-    """The interpreter that runs the ranks of a job; none takes the one that submits, in pods python3."""
+    """The interpreter that runs the ranks of a job; none takes the submitting interpreter, in pods python3."""
     code: str = key("pinned", one_of("pinned", "live"), jobs="slurm kubernetes")
     """Jobs: `pinned` ends a job whose nodes hold other code of ppctl than was submitted; `live` takes any."""
     signal_lead: int = key(300, positive(10**7), options="--signal", jobs="slurm")
@@ -233,8 +231,7 @@ class LogConfig:
     """Steps that torch's profiler records on every rank: profile_traces/iteration_N/rankM_trace.json in the run's
     directory, and on GPUs memory_snapshot/iteration_N/rankM_memory_snapshot.pickle."""
     gradients: str | None = key(None, STEPS)
-    """Steps in which every rank's gradients are kept, and a fingerprint of every message. `ppctl parity A B` compares
-    two runs by them."""
+    """Steps of which every rank's gradients and messages' fingerprints are kept, for `ppctl parity A B`."""
     prompts: list[str] | None = key(None, lines=True)
     """Texts that the model continues when the run has finished, printed and kept in result.json; with data.format=chat
     users' messages. none: a piece of the data, of conversations one up to an answer."""

@@ -1,7 +1,7 @@
 """The learning rate as a function of the updates made: a warm-up, then pieces, each of which ends at a rate.
 
-Every style of `optim.lr_decay_style` is such a list, and the weight of the MTP losses one over the steps done. Both are
-pure functions, so that no cut and no resume changes them.
+Every style of `optim.lr_decay_style` is a list of pieces, and so is the weight of the MTP losses, over the steps done.
+Both are pure functions, so that no cut and no resume changes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ppctl.config.schema import ModelConfig, OptimConfig, RunConfig
 
 
 class RatePiece(NamedTuple):
-    """The rate from where the piece before it ended, until update `until`, where it is `lr`."""
+    """The rate from the end of the previous piece until update `until`, where it is `lr`."""
 
     style: str
     until: int
@@ -34,15 +34,15 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
     "exponential": lambda p: 2.0 * math.pow(0.5, p) - 1.0,
     "minus_sqrt": lambda p: 1.0 - math.sqrt(p),
 }
-"""Style of a piece -> what is left at its share p in [0, 1] of the way from the rate before it to its own. The last two
-are Megatron's shapes of WSD's decay."""
+"""Style of a piece -> the share left, at progress p in [0, 1], of the distance between its first and its last rate. The
+last two are Megatron's shapes of WSD's decay."""
 
 
 def lr_at(updates: int, optim: OptimConfig, steps: int, steps_for: StepsFor | None = None) -> float:
-    """The learning rate of the update that follows `updates` others, of `steps` in all.
+    """The learning rate of the update that follows `updates` others, out of `steps`.
 
     A linear warm-up, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece from rate a
-    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). After the last one, its rate.
+    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). After the last piece, its rate.
     `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, up to its last step.
     """
     warmup = warmup_steps(optim, steps_for)
@@ -88,6 +88,7 @@ def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[RatePiece]:
 
 
 def _steps(given: int, given_tokens: float | None, steps_for: StepsFor | None) -> int:
+    """The steps given, or the steps for `given_tokens`. Raises ValueError if these need a missing `steps_for`."""
     if given_tokens is None:
         return given
     if steps_for is None:
@@ -125,7 +126,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def unreached_peak(config: RunConfig) -> Iterator[str]:
-    """A warm-up that ends after the run."""
+    """A note on a warm-up that ends after the run."""
     steps, warmup = config.train.steps, warmup_steps(config.optim, steps_for_tokens(config))
     if warmup > steps:
         yield (
@@ -135,7 +136,7 @@ def unreached_peak(config: RunConfig) -> Iterator[str]:
 
 
 def _out_of_order(ends: list[int]) -> str:
-    """The ends, to be shown, if one is not later than the one before; empty if all are."""
+    """The ends as text if one is not later than the previous one; else empty."""
     wrong = any(after <= before for before, after in pairwise(ends))
     return ", ".join(f"{end:,}" for end in ends) if wrong else ""
 
@@ -149,7 +150,7 @@ def mtp_weight(step: int, model: ModelConfig, steps_for: StepsFor) -> float:
 
 
 def broken_mtp_rules(config: RunConfig) -> Iterator[Finding]:
-    """Pieces of the MTP weight that end where another one has ended already."""
+    """Findings about pieces of the MTP weight that do not end after the previous piece."""
     key, rows, steps_for = (
         "model.mtp_loss_scaling_pieces",
         config.model.mtp_loss_scaling_pieces,

@@ -16,7 +16,7 @@ from ppctl.errors import ConfigError, Problem
 
 PUBLISHED = frozenset({"what", "published", "here", "why"})
 MOST_UNKNOWN = 20
-"""Unknown keys that are reported one by one: each is compared with every key."""
+"""The most unknown keys that are reported one by one, since each is compared with every key."""
 
 
 def to_values(config: RunConfig) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name -> value, down to the schema's leaves: below a section, everything is a leaf's name."""
+    """Yield (dotted name, value) down to the schema's leaves; an unknown name below a section counts as a leaf."""
     for name, value in tree.items():
         full = f"{prefix}{name}"
         if isinstance(value, Mapping) and full in sections():
@@ -65,11 +65,11 @@ def from_mapping(
     place: Callable[[str], str] = lambda key: key,
     remedy: Callable[[str], str] = lambda key: "",
 ) -> RunConfig:
-    """The config that `mapping` describes; what it leaves out keeps its default.
+    """The config that `mapping` describes; missing keys keep their defaults.
 
-    `place` maps a dotted key to where its value came from, `remedy` to what helps against a value of a wrong type.
-    A key may have another of its dotted names, as in the files of earlier versions. Raises ConfigError with every
-    unknown key and wrong type.
+    `place` maps a dotted key to the source of its value, `remedy` to the remedy for a value of a wrong type. A key may
+    have another of its dotted names, as in files of earlier versions. Raises ConfigError with every unknown key and
+    wrong type.
     """
     named = names_of_keys("names")
     values = {named.get(name, name) if "." in name else name: value for name, value in leaves(mapping)}
@@ -82,7 +82,7 @@ def from_mapping(
 def convert(
     values: Mapping[str, Any], place: Callable[[str], str], remedy: Callable[[str], str] = lambda key: ""
 ) -> tuple[RunConfig, list[Problem]]:
-    """The config that values by dotted key describe, and their problems; a key that has one keeps its default."""
+    """The config that values by dotted key describe, and their problems; a key with a problem keeps its default."""
     config = RunConfig()
     problems = [not_a_section(name, place(name)) for name in values if name in sections()]
     unknown: list[str] = []
@@ -109,7 +109,7 @@ def convert(
 
 
 def unknown_key(name: str, place: str, close: Sequence[str] | None = None, remedy: str = "") -> Problem:
-    """The problem of a key that does not exist; `close` are the names that may be meant, best first."""
+    """The problem of a key that does not exist; `close` are similar names, best first."""
     close = nearest(name, text_keys()) if close is None else close
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     remedy = remedy or " ".join(["ppctl explain", *close[:1]])
@@ -149,13 +149,14 @@ def _as_one_of(kind: Any, value: Any) -> Any:
 
 
 def _fields_of_config_json(value: Any) -> Any:
-    """The mapping, in which null is a field's value like others."""
+    """The mapping, in which null is an ordinary value of a field."""
     if isinstance(value, Mapping):
         value = {name: "null" if each is None else each for name, each in value.items()}
     return _as_one_of(keys()["model.hf_overrides"].type, value)
 
 
 def _as(kind: Any, value: Any) -> Any:
+    """`value` converted to `kind`. Raises ValueError, TypeError or OverflowError for a value that is not of it."""
     if kind is type(None):
         if value is None:
             return None

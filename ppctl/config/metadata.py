@@ -18,7 +18,7 @@ from ppctl.config.quantities import activations, memory_bytes, rollback_of, seco
 from ppctl.topology import axes_of
 
 LARGEST = 2**63 - 1
-"""The largest number of 64 bits: the bound of what a plan does not count with (a rate, a seed, a number of steps)."""
+"""The largest 64-bit number: the bound of values that plans do not compute with (a rate, a seed, a number of steps)."""
 MOST_RANKS = 2**20
 """Ranks of a job, and of each of its axes but pp."""
 MOST_PP_RANKS = 1024
@@ -26,7 +26,7 @@ MOST_PP_RANKS = 1024
 MOST_STAGES = 4096
 """Stages of a pipeline, and so chunks of a pp_rank; decoder layers of a model."""
 MOST_WIDTH = 2**20
-"""Width of the residual stream, and of what is projected from it."""
+"""Width of the residual stream, and of its projections."""
 MOST_INNER_WIDTH = 2**22
 """Width of a feed-forward."""
 MOST_HEADS = 2**16
@@ -78,7 +78,7 @@ class OneOf:
     any_case: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` is one of them."""
+        """Whether `value` is one of the words."""
         return value in self.names or (self.any_case and isinstance(value, str) and value.lower() in self.names)
 
     @property
@@ -89,14 +89,14 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A value that `read` can read: else it raises ValueError."""
+    """A value that `read` accepts without ValueError."""
 
     words: str
     read: Callable[[Any], object]
     example: str | None = None
 
     def allows(self, value: Any) -> bool:
-        """Whether `read` can read `value`."""
+        """Whether `read` accepts `value`."""
         try:
             self.read(value)
         except ValueError:
@@ -110,7 +110,7 @@ BELOW_ONE = Bounds(1, zero=True, below=True)
 """A share of something."""
 
 SHARE = Bounds(1)
-"""A share that is not nothing."""
+"""A share above 0."""
 
 
 def positive(most: int = LARGEST) -> Bounds:
@@ -129,7 +129,7 @@ def one_of(*names: str, any_case: bool = False) -> OneOf:
 
 
 def matching(pattern: str) -> Callable[[Any], object]:
-    """Return a reader of text that matches `pattern`, and of all that is no text."""
+    """Return a `read` for `Form` that accepts text that matches `pattern`, and all values that are not text."""
     form = re.compile(pattern)
 
     def read(value: Any) -> object:
@@ -200,7 +200,7 @@ MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How far this release supports a key."""
+    """This release's support for a key."""
 
     state: str = WORKS
     note: str = ""
@@ -214,30 +214,30 @@ class Facts:
     """The facts of one key. Names are separated by blanks."""
 
     limit: Limit | None = None
-    """The values that it allows; none accepts all of the type."""
+    """The allowed values; None allows all values of the type."""
     support: Support = Support()
     names: str = ""
-    """Other names that set it: an alias (`pp`), Megatron's flags (`--num-layers`), another system's key."""
+    """Other names that set the key: an alias (`pp`), Megatron's flags (`--num-layers`), another system's key."""
     known_as: str = ""
-    """Flags and keys of other systems that do not set it; the error about them names this key."""
+    """Flags and keys of other systems that do not set the key; the error about them names it."""
     verbatim: bool = False
-    """Whether text is taken letter by letter, as paths are: commas and brackets in it have no meaning."""
+    """Whether text is taken literally, as paths are: commas and brackets have no meaning."""
     lines: bool = False
-    """Whether its text may have several lines and tabs. All other text is one line without control characters, since it
-    gets into scripts, names of files, environments and terminals."""
+    """Whether the key's text may have several lines and tabs. Other keys' text is one line without control characters,
+    since it goes into scripts, file names, environments and terminals."""
     mathematics: bool = False
     """Whether another value changes what is computed: `resume` refuses it without --allow."""
     needs: str = ""
-    """`KEY=VALUE` (or `KEY=VALUE,VALUE`), or `KEY` for one that is set at all: without it the key has no effect, and is
-    refused unless it has its default."""
+    """`KEY=VALUE` (or `KEY=VALUE,VALUE`), or `KEY` for any value but the default. Unless this holds, the key has no
+    effect, and is refused if it is set."""
     training: bool = False
     """For a key of `model`: whether it changes only how the model is trained, not what its weights are."""
     layout: bool = False
-    """Whether a layout is written for one value of it: another value sets a recipe's layout aside."""
+    """Whether a layout depends on the key: another value sets a recipe's layout aside."""
     jobs: str = ""
-    """The systems in whose jobs alone it takes effect: `slurm`, `kubernetes`, `node` (agents); empty: it needs none."""
+    """The only systems in whose jobs the key takes effect: `slurm`, `kubernetes`, `node` (agents); empty: all."""
     options: str = ""
-    """The options of sbatch and srun that ppctl sets by it."""
+    """The options of sbatch and srun that ppctl sets from the key."""
 
 
 def key(default: Any, limit: Limit | None = None, **facts: Any) -> Any:
@@ -249,5 +249,5 @@ def key(default: Any, limit: Limit | None = None, **facts: Any) -> Any:
 
 
 def attribute_of(field: str) -> str:
-    """The name in Python of a field, if `from` and `async` are words of the language."""
+    """The name in Python of a field, where `from` and `async` are keywords."""
     return f"{field}_" if keyword.iskeyword(field) else field

@@ -104,8 +104,7 @@ class ModelParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = key(
         None, sizes(2, least=2), names="--hierarchical-context-parallel-sizes"
     )
-    """For `model.cp_comm_type=a2a+p2p`: how many neighbours exchange heads, and how many such groups make a ring; their
-    product is cp."""
+    """For `model.cp_comm_type=a2a+p2p`: how many neighbours exchange heads, and groups make a ring (product: cp)."""
     expert_model_parallel_size: int = key(
         1, positive(MOST_RANKS), names="ep --expert-model-parallel-size", known_as="expert_parallel_degree"
     )
@@ -115,7 +114,7 @@ class ModelParallelConfig:
     moe_extended_tp: bool = key(False, support=Support(IGNORED, "expert_tensor_parallel_size took its place"))
     """Superseded by expert_tensor_parallel_size; Megatron ignores it as well."""
     perform_initialization: bool = key(True, support=Support(LATER))
-    """Give the weights their initial values; false where a checkpoint will overwrite them anyway."""
+    """Give the weights their initial values; false where a checkpoint will overwrite them."""
     use_cpu_initialization: bool = key(False, support=Support(IGNORED, "initial weights never depend on the device"))
     """Draw initial weights on the CPU. ppctl's never depend on the device or on the split."""
     fp16: bool = key(False, mathematics=True)
@@ -225,8 +224,7 @@ class ModelParallelConfig:
     )
     """Microbatches that a chunk runs in a row under interleaving; none means the pipeline size."""
     cpu_offloading: bool = False
-    """Move activations of the first decoder layers of every stage to host memory, from their forward to their
-    backward."""
+    """Move activations of every stage's first decoder layers to host memory, from forward to backward."""
     cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES), needs="parallel.cpu_offloading=true")
     """With cpu_offloading: how many decoder layers of every stage (with vpp a chunk); all, where it has fewer."""
     _cpu_offloading_context: AbstractContextManager[Any] | None = key(

@@ -1,4 +1,4 @@
-"""Rules on the model: the decoder's own sizes, and what a model whose code is transformers' cannot do."""
+"""Rules on the model: the decoder's sizes, and limits of models whose code is transformers'."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _OTHERS = {
     "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
 }
 READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.lora", "model.init_method_std"})
-"""The keys of `model` that count for such a model."""
+"""The keys of `model` that count for a model whose code is transformers'."""
 
 
 def decoder(config: RunConfig) -> Iterator[Finding]:
-    """Problems of a model: which code builds it, and the sizes of one of ppctl's own blocks."""
+    """Findings about the code that builds a model, and about the sizes of ppctl's own decoder."""
     model = config.model
     yield from _implementation(model)
     if model.transformers is not None:
-        return  # its sizes are in a config of another library
+        return  # its sizes are in transformers' config
     yield from _heads(model)
     if model.position_embedding_type == "learned_absolute" and model.mtp_num_layers:
         keys = ("model.position_embedding_type", "model.mtp_num_layers")
@@ -56,7 +56,7 @@ def _implementation(model: ModelConfig) -> Iterator[Finding]:
     elif model.hf_overrides and model.implementation != "transformers":
         message = "model.hf_overrides apply to models with transformers' code, and this one runs with ppctl's blocks"
         yield ("model.hf_overrides", "model.implementation"), message, takes
-    elif model.lora and model.implementation != "transformers":  # else what stood against them was said
+    elif model.lora and model.implementation != "transformers":  # else their obstacle is reported already
         message = "model.lora needs transformers' code, and this model runs with ppctl's blocks"
         yield ("model.lora", "model.implementation", "model.from"), message, takes
 
@@ -124,7 +124,7 @@ def _experts(model: ModelConfig) -> Iterator[Finding]:
 
 
 def foreign(config: RunConfig) -> Iterator[Finding]:
-    """Axes and switches that a model whose code is transformers' cannot follow."""
+    """Findings about axes and switches that a model whose code is transformers' does not support."""
     if config.model.transformers is None:
         return
     code = "a model whose code is transformers'"
@@ -146,7 +146,7 @@ def foreign(config: RunConfig) -> Iterator[Finding]:
 def without_effect(
     typed: Mapping[str, Any], fitting: Mapping[str, Any], place: str, read: Collection[str]
 ) -> list[Problem]:
-    """The problems of values of `model` that were typed for a model whose code is transformers': its config.json has
+    """The problems of values of `model` typed for a model whose code is transformers', because its config.json sets
     them, or nothing reads them. `fitting` has the right value of each key, `read` the keys that do count."""
     return [
         Problem(

@@ -11,7 +11,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem, pasted
 
 _LIMIT = 100_000
-"""No model has more layers; a longer expression is a slip."""
+"""No model has more layers; a longer expression is a mistake."""
 
 
 def moe_layer_pattern(model: ModelConfig) -> tuple[bool, ...]:
@@ -36,14 +36,14 @@ def fitted_moe_layer_freq(model: ModelConfig) -> str:
 
 
 def _listed(model: ModelConfig) -> tuple[bool, ...] | None:
-    """The entries of `moe_layer_freq`, however many layers these are; None if it lists nothing."""
+    """The entries of `moe_layer_freq`, for any number of layers; None if it is no list."""
     freq = model.moe_layer_freq
     if isinstance(freq, str | int):
         return _read(freq, model.num_layers)
     return _entries(freq)
 
 
-@lru_cache(maxsize=None, typed=True)  # True is not 1 here
+@lru_cache(maxsize=None, typed=True)  # tells True from 1
 def _read(freq: str | int, num_layers: int) -> tuple[bool, ...] | None:
     value = _evaluate(freq) if isinstance(freq, str) else freq
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -70,6 +70,7 @@ def _evaluate(text: str) -> Any:
 
 
 def _value(node: ast.expr) -> Any:
+    """The value of an expression of integers and lists. Raises ValueError for any other."""
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool) and abs(number) <= _LIMIT:
             return number
@@ -83,7 +84,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _bounded(left: Any, right: Any, *, add: bool) -> Any:
-    """Sum or product, refused before it is made if the list would be absurdly long."""
+    """Sum or product. Raises ValueError, before computing, if the list would be too long."""
     sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
     if not all(isinstance(size, int) for size in sizes) or (sum(sizes) if add else sizes[0] * sizes[1]) > _LIMIT:
         raise ValueError("too long")

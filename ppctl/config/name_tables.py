@@ -1,7 +1,7 @@
-"""Tables of other systems' names, which are pages for people in `ppctl/pages`: what a name means here, or why nothing.
+"""Tables of other systems' names, read from pages in `ppctl/pages`: the meaning of a name here, or why it has none.
 
-Below a heading, every entry is a line, and the names that it is about stand under it. A `*` in a name is for any
-letters; `name=a|b` lists values with which a setting asks for nothing.
+Below a heading, every entry is a line, with its names on the lines under it. A `*` in a name stands for any letters;
+`name=a|b` lists values with which a setting has no effect.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ SYSTEMS = {
     TORCHTITAN: "torchtitan's TOML or JSON",
     BRIDGE: "Megatron-Bridge's YAML",
 }
-"""Whose files `ppctl plan --from` reads -> what they are."""
+"""System whose files `ppctl plan --from` reads -> a description of them."""
 
 SAME, LATER, MEANINGLESS = "Keys that say the same", "Not in this release", "Without a meaning here"
 OTHERWISE, MODELS, DEFAULTS, SIZES = "Said in other terms", "Models", "Their defaults", "Sizes"
 VALUES, SAMPLES, SEVERAL = "Values with other names", "Samples", "Several values"
-"""Headings. An entry of SAME, MODELS or VALUES is what `overrides_of` reads; under one of DEFAULTS stands its value."""
+"""Headings. `overrides_of` reads the entries of SAME, MODELS and VALUES; entries of DEFAULTS are values."""
 
 OFF = ("null", "false", "none", "disabled", "[]", "{}", "0", "0.0", "")
-"""Values of a file's settings that ask for nothing, whatever the setting."""
+"""Values with which any setting of a file has no effect."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class NameTables:
     entries: Mapping[str, Mapping[str, str]]
     """Heading -> entry -> names, with blanks between them."""
     idle: Mapping[str, tuple[str, ...]]
-    """Name -> values with which it asks for nothing."""
+    """Name -> values with which the setting has no effect."""
 
     def entry(self, heading: str, name: str) -> str | None:
         """The entry below a heading that lists `name`."""
@@ -44,7 +44,7 @@ class NameTables:
         return next((entry for entry, names in table.items() if any(_means(one, name) for one in names.split())), None)
 
     def is_idle(self, name: str, value: str) -> bool:
-        """Whether the page lists the value as one with which `name` asks for nothing."""
+        """Whether the page lists `value` among those with which `name` has no effect."""
         return any(value in values for one, values in self.idle.items() if _means(one, name))
 
     @cached_property
@@ -77,8 +77,8 @@ def tables(system: str) -> NameTables:
 
 
 def overrides_of(entry: str, value: str) -> list[tuple[str, str]]:
-    """The keys and values that an entry means for `value`: `KEY` and `KEY={}` take it, `KEY={0}` an item of a list;
-    other texts stay. Behind `: ` stand values with other names here, as `adam=adamw`, and behind ` -- ` a remark."""
+    """The keys and values that an entry means for `value`: `KEY` and `KEY={}` take the value, `KEY={0}` an item of a
+    list; other texts stay. After `: ` come values with other names here, as `adam=adamw`, after ` -- ` a remark."""
     targets, _, words = entry.partition(" -- ")[0].partition(": ")
     value = dict(word.split("=", 1) for word in words.split()).get(value, value)
     items = {f"{{{place}}}": item for place, item in enumerate(value.strip("[]").split(","))} | {"{}": value}

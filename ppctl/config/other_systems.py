@@ -1,4 +1,4 @@
-"""Settings of torchtitan and NeMo Automodel that mean something together: model, replicas, batch, stages, rate.
+"""Settings of torchtitan and NeMo Automodel that must be read together: model, replicas, batch, stages, rate.
 
 Sources: torchtitan `b5bcd76c` and `238fa995` (the last with TOML), Automodel `36044ad3`; their functions are named in
 `tests/unit/config/test_other_configs.py`.
@@ -22,12 +22,12 @@ from ppctl.layout.letters import canonical_text
 
 DP, STYLE = "parallel.data_parallel_size", "optim.lr_decay_style"
 OF_THE_MODEL = ("model", "model.from", "model.num_layers", "recipe")
-"""Keys with which a command line says which model it is, whatever a file says."""
+"""Keys with which a command line chooses the model, whatever a file says."""
 LATER, NOTHING, NO_MODEL = "PP-E108", "PP-E109", "PP-E104"
-"""Codes: not in this release; without a meaning; the model has to be typed before anything can be planned."""
+"""Codes: not in this release; no meaning here; the model must be typed before anything can be planned."""
 
 _SINGLE = ("1f1b", "gpipe")
-"""Schedules of one stage on each rank; under others a rank has two, unless a file says how many layers a stage has."""
+"""Schedules with one stage per rank; under others a rank has two, unless a file says how many layers a stage has."""
 _NO_RANKS = "the launcher knows the number of ranks: as few replicas as possible, unless dp=N or nodes=N is typed"
 
 
@@ -42,7 +42,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """The settings of a file by name, and what the command line says beside it."""
+    """The settings of a file by name, and the values of the command line."""
 
     values: Mapping[str, Any]
     typed: Mapping[str, str]
@@ -69,7 +69,7 @@ class Given:
         return int(text) if text.isdigit() else otherwise
 
     def some(self, *names: str) -> tuple[str, ...]:
-        """Those of the names that are given; the first of them, if none is."""
+        """The names that the file sets; if it sets none, the first."""
         return tuple(name for name in names if name in self.values) or names[:1]
 
     @property
@@ -79,12 +79,12 @@ class Given:
 
     @property
     def names_model(self) -> bool:
-        """Whether the command line says which model it is."""
+        """Whether the command line chooses the model."""
         return any(key in self.typed for key in OF_THE_MODEL)
 
 
 def _model(given: Given, names: Sequence[str]) -> tuple[Said, int | None]:
-    """Which model the names mean, and its number of layers."""
+    """(the model that these settings mean, its number of layers)."""
     if given.names_model:
         return Said(given.some(*names), (), "the command line says which model it is", NOTHING), given.num_layers
     named = "/".join(str(given.get(name)) for name in given.some(*names))
@@ -101,8 +101,8 @@ def _model(given: Given, names: Sequence[str]) -> tuple[Said, int | None]:
 
 
 def _sizes(given: Given, replicas: int, experts: int) -> tuple[int, int, str]:
-    """pp, and the data-parallel size as far as the command line or the file says it, else the least that an expert's
-    group fits in, with a remark."""
+    """(pp, the data-parallel size, a remark). A size that neither command line nor file gives is the smallest that a
+    group of experts fits in."""
     keys = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}
     tp, cp, pp = (
         max(given.size(f"parallel.{key}_parallel_size", given.count(given.names[axis], 1)), 1)
@@ -114,40 +114,40 @@ def _sizes(given: Given, replicas: int, experts: int) -> tuple[int, int, str]:
 
 
 def _batch(given: Given, pp: int, dp: int, usual: tuple[int, int]) -> Said:
-    """A schedule call takes a replica's local batch, in microbatches where there is a pipeline; a global batch of -1 is
-    one call of every replica."""
+    """The batch: a schedule call takes a replica's local batch, in microbatches if there is a pipeline; a global batch
+    of -1 is one call of every replica."""
     names = [given.names[each] for each in ("local", "global", "micro")]
     local, total = given.count(names[0], usual[0]), given.count(names[1], usual[1])
-    said = [("train.global_batch_size", str(total if total > 0 else local * dp))]
-    said += [("train.micro_batch_size", str(given.count(names[2], 1) if pp > 1 else local))]
-    return Said(given.some(*names), (*said, *[("pipeline.pp_batch_size", str(local))] * (pp > 1)))
+    values = [("train.global_batch_size", str(total if total > 0 else local * dp))]
+    values += [("train.micro_batch_size", str(given.count(names[2], 1) if pp > 1 else local))]
+    return Said(given.some(*names), (*values, *[("pipeline.pp_batch_size", str(local))] * (pp > 1)))
 
 
 def _stages(given: Given, pp: int, layers: int | None, more: Mapping[str, int]) -> Said:
-    """The schedule and a layout: `more` settings count for embedding and output as so many layers, or are a rounding;
-    what is left over goes to the first stages."""
+    """The schedule and a layout. `more` has settings that count embedding and output as layers, or round; left-over
+    layers go to the first stages."""
     names = [given.names[each] for each in ("schedule", "layers_per_stage", "parts")]
     used = given.some(*names, *more)
     if pp == 1:
         return Said(used, (), "there is no pipeline parallelism", NOTHING)
     schedule = str(given.get(names[0], "1F1B")).lower()
-    said = [] if given.get(f"{names[0]}_csv") else [("pipeline.pp_schedule", schedule)]
+    values = [] if given.get(f"{names[0]}_csv") else [("pipeline.pp_schedule", schedule)]
     first, last = [given.count(name, usual) for name, usual in more.items() if usual] or (0, 0)
     rounding = next((given.get(name) for name, usual in more.items() if not usual), None)
     if (parts := given.get(names[2])) is not None:
         counts = [sum("layers." in str(each) for each in part) for part in parts]
     elif layers is None:
-        return Said(used, tuple(said), "the stages follow from the layers of the model, which has to be typed")
+        return Said(used, tuple(values), "the stages follow from the layers of the model, which has to be typed")
     else:
         weight, per_stage = layers + first + last, given.get(names[1])
         if max(pp, weight) > MOST_STAGES:
-            return Said(used, tuple(said), "there are more stages or layers than a plan holds")
+            return Said(used, tuple(values), "there are more stages or layers than a plan holds")
         stages, _ = calculate_virtual_stages(weight, per_stage, pp, schedule in _SINGLE, rounding)
         counts = [weight // stages + (stage < weight % stages) for stage in range(stages)]
         counts[0], counts[-1] = counts[0] - first, counts[-1] - last
     letters = ["t" * count for count in counts]
     letters[0], letters[-1] = f"E{letters[0]}", f"{letters[-1]}L"
-    return Said(used, (*said, (LAYOUT, canonical_text(letters))))
+    return Said(used, (*values, (LAYOUT, canonical_text(letters))))
 
 
 def torchtitan(given: Given) -> Iterator[Said]:
@@ -180,7 +180,7 @@ def torchtitan(given: Given) -> Iterator[Said]:
 
 
 def _titan_batch(given: Given, pp: int, dp: int) -> Said:
-    """Samples are given as such, or in newer configs as tokens."""
+    """The batch, which is given in samples, or in newer configs in tokens."""
     tokens, total = (f"training.num_tokens_per_{name}" for name in ("microbatch_per_dp_rank", "train_step"))
     if tokens not in given.values:
         return _batch(given, pp, dp, (8, -1))
@@ -201,15 +201,15 @@ def _titan_rate(given: Given) -> Said:
     kind, ratio, total = str(given.get(names[0], "linear")), given.get(names[1]), given.count(names[2], 0)
     steps = total or given.count("training.steps", 10000)
     warmup = min(given.count(names[3], 200), steps)
-    said = [("optim.warmup_steps", str(warmup)), (STYLE, kind)]
+    pairs = [("optim.warmup_steps", str(warmup)), (STYLE, kind)]
     if ratio is not None or kind == "sqrt":
         decay = steps - warmup if ratio is None else min(round(steps * float(ratio)), steps - warmup)
-        said[1:] = [(STYLE, "WSD"), ("optim.lr_wsd_decay_style", "minus_sqrt" if kind == "sqrt" else kind)]
-        said += [("optim.lr_wsd_decay_steps", str(max(decay, 1)))]
-    said += [("optim.lr_decay_steps", str(total))] if total else []
+        pairs[1:] = [(STYLE, "WSD"), ("optim.lr_wsd_decay_style", "minus_sqrt" if kind == "sqrt" else kind)]
+        pairs += [("optim.lr_wsd_decay_steps", str(max(decay, 1)))]
+    pairs += [("optim.lr_decay_steps", str(total))] if total else []
     rates = (given.get(name) for name in ("optimizer.param_groups.0.optimizer_kwargs.lr", "optimizer.lr"))
     rate = next((float(each) for each in rates if each), 8e-4)
-    return Said(given.some(*names), (*said, ("optim.min_lr", f"{rate * float(given.get(names[4], 0)):g}")))
+    return Said(given.some(*names), (*pairs, ("optim.min_lr", f"{rate * float(given.get(names[4], 0)):g}")))
 
 
 def automodel(given: Given) -> Iterator[Said]:
@@ -217,7 +217,8 @@ def automodel(given: Given) -> Iterator[Said]:
     ways = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path")
     said, layers = _model(given, given.some(*(f"model.{way}" for way in ways))[:1])
     yield said
-    experts = given.count(given.names["ep"], 1) * given.count(given.names["tp"], 1)  # groups of experts lie in dp x cp
+    # groups of experts are within dp x cp
+    experts = given.count(given.names["ep"], 1) * given.count(given.names["tp"], 1)
     pp, dp, why = _sizes(given, given.count("distributed.dp_size", 0), experts)
     yield Said(("distributed.dp_size",), ((DP, str(dp)),), why)
     yield _batch(given, pp, dp, (1, 32))
@@ -233,16 +234,16 @@ def automodel(given: Given) -> Iterator[Said]:
 
 
 def _nemo_rate(given: Given) -> Said:
-    """Without a section the rate is constant; with one, what it leaves out follows from the rate and the steps."""
+    """The learning rate: constant without a section; with one, missing settings follow from the rate and the steps."""
     names = [f"lr_scheduler.{each}" for each in ("lr_decay_style", "lr_warmup_steps", "min_lr")]
     if not any(name.startswith("lr_scheduler.") for name in given.values):
         constant = ((STYLE, "constant"), ("optim.warmup_steps", "0"))
         return Said(("lr_scheduler",), constant, "the file has no such section")
     rate, steps = float(given.get("optimizer.lr", 1e-3)), given.count("step_scheduler.max_steps", 0)
     warmup = given.count(names[1], min(1000, steps // 10))
-    said = (STYLE, str(given.get(names[0], "cosine"))), ("optim.warmup_steps", str(warmup))
-    late = "it rises from 0, there from a tenth of lr" if warmup else ""
-    return Said(given.some(*names), (*said, ("optim.min_lr", str(given.get(names[2], f"{rate / 100:g}")))), late)
+    values = (STYLE, str(given.get(names[0], "cosine"))), ("optim.warmup_steps", str(warmup))
+    late = "ppctl's warm-up starts at 0, AutoModel's at a tenth of lr" if warmup else ""
+    return Said(given.some(*names), (*values, ("optim.min_lr", str(given.get(names[2], f"{rate / 100:g}")))), late)
 
 
 JOINT = {TORCHTITAN: torchtitan, AUTOMODEL: automodel}

@@ -1,6 +1,6 @@
 """Rules on how a model is divided and run: recomputation, offloading, messages, schedules, whole matrices.
 
-How many layers stages have is the plan's (`plan/layout_choice.py`); what they recompute is in `geometry/layers.py`.
+The layers of stages are in `plan/layout_choice.py`, the recomputed ones in `geometry/layers.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ppctl.schedule.policies import AUTO, POLICIES, SPELLINGS, fitting_policy, s
 
 MODULES = ("core_attn", "mlp", "moe", "experts", "moe_act", "layernorm", "mla_up_proj")
 BESIDE_COMPILED = ("core_attn", "moe", "experts")
-"""Modules that `train.compile` leaves out of its graphs, if they are recomputed or always."""
+"""Modules that `train.compile` leaves out of its graphs, always or if they are recomputed."""
 
 SWITCH, LAYERS = "parallel.cpu_offloading", "parallel.cpu_offloading_num_layers"
 _ACTIVATIONS = "parallel.cpu_offloading_activations"
@@ -25,7 +25,7 @@ TRANSPORT = "launch.transport"
 
 
 def muon(config: RunConfig) -> Iterator[Finding]:
-    """Muon needs a weight, its gradient and its momentum whole on one rank."""
+    """Findings about divided matrices under Muon, which needs weight, gradient and momentum whole on one rank."""
     if config.optim.name != "muon":
         return
     parallel = config.parallel
@@ -40,8 +40,8 @@ def muon(config: RunConfig) -> Iterator[Finding]:
 
 
 def is_plain(config: RunConfig) -> bool:
-    """Whether messages travel over the pipeline's process group alone (decision 79). With launch.device=any the machine
-    decides: a run's config has `cuda` or `cpu` there."""
+    """Whether messages travel over the pipeline's process group alone (decision 79). With launch.device=any this is
+    unknown before the run, whose config then has `cuda` or `cpu`."""
     launch = config.launch
     return launch.transport == "plain" or (launch.transport == "auto" and launch.device == "cuda")
 
@@ -78,7 +78,7 @@ def messages(config: RunConfig) -> Iterator[Finding]:
 
 
 def recompute(config: RunConfig) -> Iterator[Finding]:
-    """Problems of recomputing beside torch.compile, and of modules that the model does not have."""
+    """Findings about recomputation with torch.compile, and about recomputed modules that the model lacks."""
     named = config.train.recompute_modules or ()
     compiled = [module for module in named if module in MODULES and module not in BESIDE_COMPILED]
     if config.train.compile and config.train.recompute_granularity == "selective" and compiled:
@@ -119,7 +119,7 @@ def _missing(model: ModelConfig) -> dict[str, str]:
 
 
 def offloading(config: RunConfig) -> Iterator[Finding]:
-    """Something to move for `cpu_offloading`. Unlike in Megatron, several stages and recomputation are no obstacle."""
+    """Findings about idle `cpu_offloading`. Unlike Megatron, ppctl allows several stages and recomputation."""
     parallel = config.parallel
     if not parallel.cpu_offloading_activations:
         message = f"without {_ACTIVATIONS} there is nothing that {SWITCH} could move"
@@ -135,7 +135,7 @@ def offloading(config: RunConfig) -> Iterator[Finding]:
 
 
 def schedule(config: RunConfig) -> Iterator[Finding]:
-    """A schedule that exists, with the keys that apply to it."""
+    """Findings about an unknown schedule, and about keys that do not apply to the schedule."""
     name, memory = config.pipeline.pp_schedule, config.pipeline.schedule_memory
     if memory is not None and (config.pipeline.pp_schedule_csv is not None or schedule_policy(name) != AUTO):
         message = f"pipeline.schedule_memory={memory} is a limit for a search, and no schedule is searched for"
@@ -165,7 +165,7 @@ def _deferred_limit(config: RunConfig) -> Iterator[Finding]:
 
 
 def exchanging_layers(config: RunConfig) -> Iterator[Finding]:
-    """Uses of whole logits and whole graphs, which layers that communicate do not have."""
+    """Findings about uses of whole logits or whole graphs, which layers that communicate do not have."""
     tensor = "parallel.tensor_model_parallel_size"
     if config.pipeline.loss_fn is not None and config.parallel.tensor_model_parallel_size > 1:
         message = (

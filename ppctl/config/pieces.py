@@ -13,23 +13,23 @@ WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD", "piecewise")
 
 MOST_SIZES = 256
-"""Sizes of a batch that grows: each has a schedule of its own."""
+"""The most sizes of a growing batch: each has a schedule of its own."""
 
 
 class Rampup(NamedTuple):
-    """A batch that grows from `start` by `increment` until `samples` are consumed, each size for as many of these."""
+    """A batch that grows from `start` by `increment` while `samples` are consumed; each size holds for equally many."""
 
     start: int
     increment: int
     samples: int
 
     def sizes(self, full: int) -> range:
-        """Every size before `full`, which follows."""
+        """Every size before the last, `full`."""
         return range(self.start, full, self.increment)
 
 
 def read_rampup(value: Any) -> Rampup:
-    """[START, INCREMENT, SAMPLES]. Raises ValueError."""
+    """The Rampup of [START, INCREMENT, SAMPLES]. Raises ValueError."""
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise ValueError(value)
     if any(type(number) is not int or number < 1 for number in value) or value[0] > MOST_SAMPLES:
@@ -39,7 +39,7 @@ def read_rampup(value: Any) -> Rampup:
 
 def read_piece(row: Any) -> tuple[str, int, float | None, float | None]:
     """Style, steps, tokens and rate of a row {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}.
-    The piece ends at `until` updates or, if its tokens are not None, after so many tokens. Raises ValueError."""
+    The piece ends after so many updates or, if tokens are not None, tokens. Raises ValueError."""
     if not isinstance(row, Mapping) or not {"style", "until"} <= set(row) <= {"style", "until", "lr"}:
         raise ValueError(f"{row!r} is not a piece: it needs style and until, and may have lr")
     style, lr = row["style"], row.get("lr")
@@ -51,7 +51,7 @@ def read_piece(row: Any) -> tuple[str, int, float | None, float | None]:
 
 
 def read_weight_piece(row: Any) -> tuple[int, float | None, float]:
-    """Steps, tokens and weight of a row {until: STEPS or "10T tokens", weight: W}, as above. Raises ValueError."""
+    """Steps, tokens and weight of a row {until: STEPS or "10T tokens", weight: W}. Raises ValueError."""
     if not isinstance(row, Mapping) or set(row) != {"until", "weight"}:
         raise ValueError(f"{row!r} is not a piece: it has until and weight")
     _check_amount("weight", row["weight"])
@@ -64,7 +64,7 @@ def _check_amount(name: str, value: Any) -> None:
 
 
 def _end(until: Any) -> tuple[int, float | None]:
-    """Steps, or 0 and tokens."""
+    """(steps, None) or (0, tokens) of an end. Raises ValueError."""
     if isinstance(until, str):
         return 0, tokens(until)
     if isinstance(until, bool) or not isinstance(until, int) or until < 1:

@@ -1,4 +1,4 @@
-"""NeMo Automodel's `PipelineConfig`, and its arithmetic of stages."""
+"""NeMo Automodel's `PipelineConfig`, and its computation of the number of stages."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class PipelineConfig:
     """Stages under fully_shard sum their gradients once, behind a stage's last backward, and not after each one. The
     data parallelism of a run always does."""
     dtype: Any = key(None, mathematics=True)
-    """dtype of the messages whose shapes are computed in advance; none takes that of the parameters, and in
-    `ppctl.pipeline` that of the stages' results."""
+    """dtype of messages whose shapes are computed in advance; none takes the parameters' dtype, and in `ppctl.pipeline`
+    that of the stages' results."""
     scale_grads_in_schedule: bool = key(False, mathematics=True)
     """Give every microbatch the same weight: its loss is the mean over its own tokens, and the schedule divides the sum
     of gradients by the number of microbatches (torch's scale_grads). Otherwise every token has the same weight."""
@@ -90,7 +90,7 @@ def calculate_virtual_stages(
 
     Without `layers_per_stage`: one stage per rank under a single-stage schedule, else two. Otherwise ceil(num_layers /
     layers_per_stage) stages, rounded `up` or `down` to a multiple of `pp_size` where asked. Raises StageCountError (a
-    ValueError) where that is no multiple, or does not suit the schedule. Source: NeMo Automodel's documented behaviour.
+    ValueError) if that is no multiple, or does not suit the schedule. Source: NeMo Automodel's documented behaviour.
     """
     if layers_per_stage is None:
         per_rank = 1 if is_single_stage_schedule else 2
@@ -109,20 +109,21 @@ def calculate_virtual_stages(
     return stages, per_rank
 
 
-def _rounded(stages: int, pp_size: int, how: str | None, count: str) -> int:
-    if how == "up":
+def _rounded(stages: int, pp_size: int, direction: str | None, sizes_text: str) -> int:
+    """Raises StageCountError. As in torch, rounding up adds pp_size even to one of its multiples."""
+    if direction == "up":
         return stages + pp_size - stages % pp_size
-    if how == "down":
+    if direction == "down":
         return stages - stages % pp_size
-    if how is None:
-        raise _bad(f"the number of stages must be a multiple of the pipeline ranks: {count}")
-    raise _bad(f"round_to_pp_multiple is {how!r}: 'up', 'down' or nothing")
+    if direction is None:
+        raise _bad(f"the number of stages must be a multiple of the pipeline ranks: {sizes_text}")
+    raise _bad(f"round_to_pp_multiple must be 'up', 'down' or None, not {direction!r}")
 
 
 def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...] | None:
     """The stages of one pipeline rank, in chunk order, under `loop` or `v` placement; None for any other style. Loop:
-    pp_rank, pp_rank + pp_size, ... V (two per rank): down the ranks and back. Raises PlacementError, a ValueError,
-    where the stages do not divide or a V has not two per rank."""
+    pp_rank, pp_rank + pp_size, ... V (two per rank): down the ranks and back. Raises PlacementError, a ValueError, if
+    the stages do not divide, or a V does not have two per rank."""
     if num_stages % pp_size:
         raise PlacementError(_bad(f"{num_stages} stages cannot be shared evenly by {pp_size} pipeline ranks").problems)
     per_rank = num_stages // pp_size

@@ -23,7 +23,8 @@ def _switched(parallel: ParallelConfig) -> str:
 
 
 def autocast_dtype(parallel: ParallelConfig) -> str | None:
-    """The dtype that forwards are cast to, or None: of `enable_autocast`, the messages' and the weights' by default."""
+    """The autocast dtype of forwards, by default the dtype of messages, then of weights; None without
+    `enable_autocast`."""
     if not parallel.enable_autocast:
         return None
     dtype = parallel.autocast_dtype or parallel.pipeline_dtype or parallel.params_dtype
@@ -44,7 +45,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def _dtypes(config: RunConfig) -> Iterator[Finding]:
-    """bf16 and fp16 decide: the weights' and the messages' dtype may repeat it, not contradict it."""
+    """Findings about dtypes of weights and messages that contradict bf16 or fp16."""
     dtype = _switched(config.parallel)
     if dtype == "float32" and dtype_name(config.parallel.params_dtype) == "float64":
         dtype = "float64"
@@ -61,7 +62,7 @@ def _dtypes(config: RunConfig) -> Iterator[Finding]:
 
 
 def _beside_float64(name: str, other: str, dtype: str) -> Finding:
-    """The finding of a key that names `other` beside weights of `dtype`, one of which is float64."""
+    """The finding of a key that names dtype `other` beside weights of `dtype`, if one of the two is float64."""
     switch = _SWITCH.get(dtype) or "parallel.params_dtype"
     value = "true" if switch != "parallel.params_dtype" else dtype
     keys = (name, switch) if name != switch else (name,)
@@ -106,7 +107,7 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
 
 
 def _widths(model: ModelConfig, etp: int) -> dict[str, int]:
-    """Key -> a width that a layer's product has because of it; of `etp` ranks each has a part of every expert."""
+    """Key -> the width that it gives a product of a layer, on one of `etp` ranks that divide each expert."""
     heads = model.num_attention_heads
     widths = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
     if model.multi_latent_attention:

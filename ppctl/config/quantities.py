@@ -67,11 +67,11 @@ def tokens(text: str) -> float:
 
 
 MOST_STEPS = 100
-"""Steps of a range: each is kept whole, with every action of every rank."""
+"""The most steps of a range: every action of every rank in them is kept."""
 
 
 def steps_of(text: str) -> range:
-    """The steps of `10:12`, 10 and 11. Raises ValueError for anything else, no step and too many included."""
+    """The steps of `10:12`, 10 and 11. Raises ValueError for any other text, an empty range or too many steps."""
     match = _STEPS.fullmatch(text)
     steps = range(0) if match is None else range(int(match[1]), int(match[2]))
     if not 0 < len(steps) <= MOST_STEPS:

@@ -1,5 +1,5 @@
-"""Where conf/ and the recipes are, and which recipes there are: in the checkout, the installed package
-(`ppctl._conf`, `ppctl._recipes`), PPCTL_RECIPES_PATH, and a file that a command line names."""
+"""Where conf/ and recipes are: in the checkout, the installed package (`ppctl._conf`, `ppctl._recipes`),
+PPCTL_RECIPES_PATH, or a file that a command line names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Recipe:
     name: str
     path: Path
     label: str
-    """The path as it is shown: as `shown` says for a shipped one, else as found."""
+    """The path in messages: `shown`'s for a shipped recipe, else as found."""
 
     @property
     def description(self) -> str:
@@ -40,7 +40,7 @@ def _shipped(installed: str, checkout: str) -> Path:
 
 
 def shown(path: Path) -> str:
-    """A shipped file as it is named to people: from the directory that holds the package, or of the checkout."""
+    """A shipped file's path in messages: relative to the directory of the package or of the checkout."""
     return str(path.relative_to(_PACKAGE.parent))
 
 
@@ -66,17 +66,17 @@ def recipes() -> dict[str, Recipe]:
 
 
 YAML = (".yaml", ".yml")
-"""How the name of a recipe's file ends."""
+"""The endings of recipe files."""
 
 
 def is_file_name(option: str) -> bool:
-    """Whether the value of `recipe=` means a file and not a recipe's name."""
+    """Whether the value of `recipe=` is a file, not a recipe's name."""
     return "/" in option or option.endswith(YAML)
 
 
 def find_recipe(option: str) -> Recipe | None:
-    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`). A name
-    that no recipe has may be a file's in the working directory, without its ending."""
+    """The recipe of `recipe=OPTION`, a recipe's name or a file's path (`mine.yaml`, `../runs/mine.yaml`). An unknown
+    name may be of a file in the working directory, without its ending."""
     known = None if is_file_name(option) else recipes().get(option)
     if known or not option:
         return known

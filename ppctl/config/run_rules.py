@@ -15,17 +15,17 @@ from ppctl.errors import Problem, pasted
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 WATCHED = ("log.trace", "log.torch_profile", "log.gradients")
-"""Keys that name steps of which more is kept."""
+"""Keys that choose steps from which more is recorded."""
 
 _NEVER = (
     *("--parsable", "--wrap", "-a", "--array", "--test-only"),
     *("-W", "--wait", "--kill-on-bad-exit", "-K", "-l", "--label"),
 )
-"""Options with which ppctl could not tell how the job goes."""
+"""Options that would hide the job's state from ppctl."""
 
 
 def environment(config: RunConfig) -> Iterator[Finding]:
-    """Variables of ranks that nobody may set, or that are none."""
+    """Findings about environment variables that must not be set, or cannot be."""
     for name in config.launch.env:
         if name in RANK_VARIABLES:
             message = f"launch.env cannot set {name}: it differs between ranks, and the launcher sets it for each"
@@ -39,7 +39,7 @@ def environment(config: RunConfig) -> Iterator[Finding]:
 
 
 def samples(config: RunConfig) -> Iterator[Finding]:
-    """The size of a sample and of a microbatch."""
+    """Findings about the sizes of samples and microbatches."""
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
         yield MICRO_BATCH, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
     length, positions = config.data.seq_length, config.model.max_position_embeddings
@@ -48,25 +48,25 @@ def samples(config: RunConfig) -> Iterator[Finding]:
         yield ("pipeline.pp_seq_len", "data.seq_length"), message, f"pipeline.pp_seq_len={length}"
     if length > positions:
         message = f"a sequence of {length} is longer than the model's {positions} positions"
-        # A model whose code is transformers' has the positions of its own config.json.
+        # A model whose code is transformers' has its positions in its config.json.
         foreign = config.model.transformers is not None
         remedy = f"data.seq_length={positions}" + ("" if foreign else f"\nmodel.max_position_embeddings={length}")
         yield ("data.seq_length", "model.max_position_embeddings"), message, remedy
 
 
 def watched_steps(config: RunConfig) -> Iterator[Finding]:
-    """Steps that the run does not have: nothing would be kept, without a word."""
+    """Findings about recorded steps beyond the run's end: nothing would be recorded, silently."""
     last = config.train.steps
     for name in WATCHED:
         asked = config[name]
         if asked is not None and (steps := steps_of(asked))[-1] > last:
-            there = max(last - len(steps) + 1, 1)
+            first = max(last - len(steps) + 1, 1)
             message = f"{name}={asked} ends with step {steps[-1]}, but the run ends with step {last}"
-            yield (name, "train.steps"), message, f"{name}={there}:{last + 1}"
+            yield (name, "train.steps"), message, f"{name}={first}:{last + 1}"
 
 
 def local_copies(config: RunConfig) -> Iterator[Finding]:
-    """The directory of copies in memory, and how often they are made: both or neither."""
+    """Findings if only one of the directory and the interval of copies in memory is set."""
     checkpoint = config.checkpoint
     if (checkpoint.local is not None) != (checkpoint.local_every > 0):
         message = "set both the directory and the interval of copies in memory, or neither"
@@ -75,7 +75,7 @@ def local_copies(config: RunConfig) -> Iterator[Finding]:
 
 
 def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
-    """Checkpoints that are kept by their evaluation: one without would never be the best."""
+    """Findings about keep_best with checkpoints at steps without evaluation, which could never be the best."""
     evaluated, saved = config.train.eval_interval, config.checkpoint.interval
     if config.checkpoint.keep_best and (not evaluated or not saved or saved % evaluated):
         message = f"saves (every {saved} steps) do not all follow an evaluation (every {evaluated} steps)"
@@ -84,8 +84,8 @@ def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
 
 
 def guards(config: RunConfig) -> Iterator[Finding]:
-    """Checkpoints that are there when a bad step asks for one, no batch that grows meanwhile; kernels that are known to
-    give the same bits twice."""
+    """Findings about guards: a rollback needs checkpoints and a batch that does not grow; comparing repeated
+    computations needs deterministic kernels."""
     key, steps, checkpoint = "train.on_bad_step", rollback_of(config.train.on_bad_step), config.checkpoint
     if steps and config.train.batch_rampup is not None:
         message = "the sizes of a growing batch follow from samples, of which a rollback passes some by"
@@ -102,7 +102,7 @@ def guards(config: RunConfig) -> Iterator[Finding]:
 
 
 def submission(config: RunConfig) -> Iterator[Finding]:
-    """Time limits, lines of the batch script, and options that ppctl sets itself."""
+    """Findings about time limits, lines of the batch script, and options that ppctl sets itself."""
     launch = config.launch
     limit = None if launch.time is None else slurm_seconds(launch.time)
     if limit is not None and limit <= launch.signal_lead:

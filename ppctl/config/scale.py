@@ -1,8 +1,8 @@
 """`+scale=smoke` and `+scale=axes`: a recipe as a faithful miniature, which trains on a laptop.
 
-What a recipe is about stays: kinds of layers, schedule, MTP, routing rules, precision and every other switch. With
-`smoke` pp, vpp, layout and numbers of layers stay as well, and ranks share no layer; with `axes` every axis of the
-recipe stays, two ranks long. These values depend on each other: they are no metadata of the keys.
+Kinds of layers, schedule, MTP, routing rules, precision and every other switch stay. With `smoke` pp, vpp, layout and
+numbers of layers stay as well, and ranks share no layer; with `axes` every axis of the recipe stays, two ranks long.
+These values depend on each other, so they are not in the keys' metadata.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _LEFT_AT_DEFAULTS = (
 
 
 def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
-    """The values, by key, that make `config` small; none follows a `typed` one.
+    """The values, by key, that make `config` small; typed keys do not change others.
 
-    One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs, and no more
-    steps than take two minutes; widths of a toy, with numbers of heads, experts, groups and chosen experts in
-    proportion; bytes for tokens; a rate that a model of this size learns at.
+    One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs; at most two
+    minutes of steps; small widths, with numbers of heads, experts, groups and chosen experts in proportion; bytes for
+    tokens; a learning rate for a model of this size.
     """
     parallel, train = config.parallel, config.train
     values: dict[str, Any] = {f"model.{name}": value for name, value in _model(config.model).items()}
@@ -77,14 +77,14 @@ def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
 
 
 def steps(config: RunConfig, num_microbatches: int) -> int:
-    """So many steps that a miniature takes minutes, however many layers and microbatches the recipe has."""
+    """The number of steps that takes about two minutes with the recipe's layers and microbatches."""
     model = config.model
     layers = model.num_layers + (model.mtp_num_layers or 0)
     return min(config.train.steps, STEPS, max(1, WORK // (layers * num_microbatches)))
 
 
 def steps_in_words(config: RunConfig, provenance: Mapping[str, str]) -> Iterator[str]:
-    """How many steps a miniature takes, and what decides that."""
+    """A note on a miniature's number of steps, and its reason."""
     model, train = config.model, config.train
     if not provenance.get("scale", "").startswith(PLACE) or provenance.get("train.steps", "").startswith(PLACE):
         return
@@ -105,9 +105,9 @@ def _microbatches(config: RunConfig) -> int:
 def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
     """The values, by key, that make `config` small and leave every axis 2 long that is longer: at most 16 processes.
 
-    As `smoke`, of 8 layers in the order of the recipe's kinds. There are as many replicas as experts need ranks, and
-    twice as many microbatches as pp, so that every schedule has enough. Experts with tensor parallelism, which no plan
-    accepts without sequence parallelism, have it. A typed size counts as it is.
+    As `smoke`, but with 8 layers in the order of the recipe's kinds, as many replicas as the experts' ranks need, and 2
+    pp microbatches, enough for every schedule. Experts with tensor parallelism get the sequence parallelism that they
+    need. Typed sizes stay.
     """
     parallel, model = config.parallel, config.model
 
@@ -160,7 +160,8 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig, experts: int) -> dict[str, Any]:
-    """8 experts, groups of at least two, the same share of groups used, and at least two chosen if it was more."""
+    """Values for 8 experts in groups of at least two, the same share of groups, and at least two chosen experts if the
+    recipe chooses several."""
     count = min(experts, EXPERTS)
     shared = model.moe_shared_expert_intermediate_size
     groups, used = model.moe_router_num_groups, model.moe_router_group_topk

@@ -99,7 +99,8 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = key(
         1, positive(MOST_VOCABULARY), names="--make-vocab-size-divisible-by", training=True
     )
-    """vocab_size is rounded up to a multiple of this times tp, as Megatron does (not that of model.from)."""
+    """vocab_size is rounded up to a multiple of this times tp, as Megatron does (a vocab_size of model.from is not
+    rounded)."""
     max_position_embeddings: int = key(4096, positive(MOST_TOKENS), names="--max-position-embeddings")
     """Longest sequence that the model supports."""
     position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"))
@@ -212,7 +213,7 @@ class ModelConfig:
     mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
     """Weight of the MTP losses in the training loss."""
     mtp_loss_scaling_pieces: list[Any] | None = key(None, MTP_PIECES, training=True)
-    """Other weights before that: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""
+    """Earlier weights: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""
 
     @property
     def head_dim(self) -> int:
@@ -284,7 +285,7 @@ class ParallelConfig(ModelParallelConfig):
     `auto` is by_node wherever that is possible. Where fast links reach beyond a machine (NVL72) take `flat`."""
 
     def __post_init__(self) -> None:
-        """Neither raise nor fill in: `checks.py` reports all problems at once, and the plan derives."""
+        """Do nothing, unlike the base class: `checks.py` reports all problems together, and the plan derives values."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -33,11 +33,11 @@ class DataConfig:
     """The training data and the length of a sample."""
 
     path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path --train-data-path", verbatim=True)
-    """Glob of .txt, .jsonl, .parquet and .arrow files, directory that `datasets` has saved, prefix of a .bin and .idx,
-    or a blend of such with weights, as "[0.3,a,0.7,b]"; none reads the sources of the running interpreter's
-    standard library."""
+    """Glob of .txt, .jsonl, .parquet and .arrow files, directory saved by `datasets`, prefix of a .bin and .idx, or a
+    blend of these with weights, as "[0.3,a,0.7,b]"; none reads the sources of the running interpreter's standard
+    library."""
     tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
-    """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
+    """`byte`: every byte is a token; else a directory with a tokenizer.json. By default the tokenizer of model.from."""
     cache: str | None = key("auto", NOT_EMPTY, verbatim=True)
     """The directory in which the tokens of text and conversations are kept, so that a tokenizer reads them once:
     `auto`, ~/.cache/ppctl/tokens; none tokenizes on every rank at each start. `byte` needs none."""
@@ -95,8 +95,7 @@ class OptimConfig:
     min_lr: float = key(0.0, not_negative())
     """Learning rate at the end of the decay."""
     warmup_steps: int = key(0, not_negative(), known_as="--lr-warmup-iters")
-    """Updates over which the learning rate rises linearly. Neither this nor the decay moves on in a step that fp16
-    leaves out."""
+    """Updates over which the learning rate rises linearly. A step that fp16 leaves out is not counted."""
     warmup_tokens: float | None = key(None, positive())
     """The warm-up in tokens, in place of warmup_steps."""
     lr_decay_style: str = key("cosine", one_of(*STYLES), names="--lr-decay-style", known_as="lr_scheduler_type")
@@ -114,7 +113,7 @@ class OptimConfig:
     """Updates of WSD's decay."""
     lr_pieces: list[Any] | None = key(None, LR_PIECES, needs="optim.lr_decay_style=piecewise")
     """For lr_decay_style=piecewise: rows such as {style: cosine, until: "14.3T tokens", lr: 2.2e-5}. From the rate
-    before it a piece goes to `lr` (of constant: at once) until so many updates or tokens; lr by default min_lr, of
+    before it a piece goes to `lr` (of constant: immediately) until so many updates or tokens; lr by default min_lr, of
     constant what it was."""
     weight_decay: float = key(0.1, not_negative())
     """Not applied to norms, biases and embeddings."""
@@ -232,7 +231,7 @@ class CheckpointConfig:
     """A directory in the memory of every host, as /dev/shm/ppctl: the copies that `async` makes lie there and outlive
     the processes, so that a run that starts again on the same hosts, in the same cut, goes on from them."""
     local_every: int = key(0, not_negative())
-    """Steps between copies in `local`; each takes the place of the one before. Saves to the disk leave one, too."""
+    """Steps between copies in `local`; each replaces the copy before. Saves to the disk leave one, too."""
     local_replicas: int = key(0, not_negative(1), needs="checkpoint.local")
     """How many other hosts hold a rank's copy, 0 or 1: with 1 a run that lost a host still goes on from memory. Takes
     the memory of a second copy, and sends one at every `local_every` and save, beside training."""

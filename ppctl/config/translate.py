@@ -61,9 +61,9 @@ class FileSetting(NamedTuple):
 
 
 def settings_of(path: Path, system: str | None = None) -> tuple[str, list[FileSetting]]:
-    """The format of a file, recognised by its content unless `system` names it, and its settings in order.
+    """(the format of a file, recognised by its content unless `system` names it; its settings in order).
 
-    Raises ConfigError (PP-E115) for a file that cannot be read or is nobody's, and for a Python file.
+    Raises ConfigError (PP-E115) for a file that cannot be read or recognised, and for a Python file.
     """
     file = YamlFile(path, str(path))
     if path.suffix == ".py":
@@ -91,7 +91,7 @@ def settings_of(path: Path, system: str | None = None) -> tuple[str, list[FileSe
 
 
 def _tree(text: str, system: str | None) -> tuple[Any, dict[str, int]]:
-    """The plain data in a text and the lines of its keys; None for text with flags that is none of JSON, TOML, YAML."""
+    """(the plain data in a text, the lines of its keys); data is None for flags that are not JSON, TOML or YAML."""
     if text.lstrip()[:1] == "{":
         return json.loads(text), {}
     if _TOML.match(text):
@@ -105,7 +105,7 @@ def _tree(text: str, system: str | None) -> tuple[Any, dict[str, int]]:
 
 
 def _recognised(text: str, names: list[str]) -> str | None:
-    """The system in whose tables most sections of a file stand; Megatron's for a text with flags alone."""
+    """The system whose tables have most sections of a file; Megatron for a text with only flags."""
     sections = {name.partition(".")[0] for name in names}
     if "MODEL_ARGS" in sections or not names:
         return MEGATRON if _FLAG.search(text) else None
@@ -150,12 +150,12 @@ def _words(script: str) -> list[str]:
     lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars="();|&")
     lexer.whitespace_split = True
     words = [_expanded(word, variables) for word in lexer]
-    # In a script's array a quoted flag and its value are one word.
+    # In a shell array a quoted flag and its value are one word.
     return [part.strip("'\"") for word in words for part in (word.split() if word.startswith("--") else [word])]
 
 
 def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
-    """`word` with the shell variables that the file sets to one value, or gives a default; others stay as they are."""
+    """`word` with the values of shell variables that the file sets once or gives a default; others stay."""
 
     def value(found: re.Match[str]) -> str:
         given = variables.get(found[1], set())
@@ -171,8 +171,8 @@ _BATCH, _MICRO = "train.global_batch_size", "train.micro_batch_size"
 _SP, _TP = "parallel.sequence_parallel", "parallel.tensor_model_parallel_size"
 _EVALUATES, _ITS_DATA = ("train.eval_interval", "train.eval_steps"), {"data.validation_path", "data.validation_split"}
 _OWN_SECTIONS = ("model.", "parallel.", "optim.")
-"""Sections in which a field of ours has Megatron's name and meaning."""
-_OFF = TranslatedFlag("", why="it is off, or so in any case", code=NOTHING)
+"""Our sections whose fields have Megatron's names and meanings."""
+_OFF = TranslatedFlag("", why="off, or always so in ppctl", code=NOTHING)
 _NO_DATA = TranslatedFlag("", why=f"an evaluation needs {' or '.join(sorted(_ITS_DATA))}", code=NOTHING)
 _UNKNOWN = TranslatedFlag("", why="no table of ppctl's has it")
 
@@ -183,20 +183,20 @@ class Translation(NamedTuple):
     system: str
     rows: list[TranslatedFlag]
     line: Arguments
-    """The command line, with the file's overrides before what was typed."""
+    """The command line, with the file's overrides before the typed words."""
     notes: list[str]
 
     @property
     def lost(self) -> list[TranslatedFlag]:
-        """The settings that ask for something that a run of ppctl would not do."""
+        """The settings whose effect a run of ppctl would not have."""
         return [row for row in self.rows if not row.override and row.code != NOTHING]
 
 
 def translation(path: Path, system: str | None, line: Arguments, num_layers: int | None) -> Translation:
-    """The settings of a file below the words of a command line, which are stronger; `num_layers` is that of the model
-    which the line names, if it does. Raises ConfigError for a file that cannot be read."""
+    """The translation of a file, below the stronger words of a command line; `num_layers` is of the model that the line
+    names, if any. Raises ConfigError for a file that cannot be read."""
     found, settings = settings_of(path, system)
-    if found == AUTOMODEL:  # older files have a section of its own for the pipeline
+    if found == AUTOMODEL:  # older files have a separate section for the pipeline
         renamed = (each.name.replace("autopipeline.", "distributed.pipeline.") for each in settings)
         settings = [each._replace(name=name) for each, name in zip(settings, renamed, strict=True)]
     pairs = (override.partition("=") for override in line.overrides)
@@ -277,14 +277,14 @@ def _takes(name: str, text: str) -> bool:
 
 
 def _bridges_model(given: Given) -> Iterator[Said]:
-    """Whether a file, which may only change a recipe, says which model it is."""
+    """Yield the problem of a file that names no model, such as one that only changes a recipe."""
     if "model.num_layers" not in given.values and not given.names_model:
         why = "the recipe that this file changes says it, in Python: type model=NAME, or model.from=DIR"
         yield Said(("model.num_layers",), (), why, NO_MODEL)
 
 
 def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
-    """The meaning of a setting as Megatron's flag of its last name."""
+    """The meaning of the Megatron flag with the last part of a setting's name."""
     flag = "--" + name.rpartition(".")[2].replace("_", "-")
     values = [] if text == "true" else text.strip("[]").split(",") if text[:1] == "[" else [text]
     row = _of_flag(flag, values, "")
@@ -299,7 +299,7 @@ def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
 
 
 def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: str) -> Iterator[TranslatedFlag]:
-    """The rows of Megatron's flags, and of Megatron's defaults where they are not ours."""
+    """The rows of Megatron's flags, and of Megatron's defaults that differ from ours."""
     grows, typed = "--rampup-batch-size" in given.values, given.typed
     batch = "" if grows else str(given.get("--global-batch-size", ""))
     said = dict(typed)
@@ -325,7 +325,7 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
 
 
 def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:
-    """The meaning of one flag with the words behind it, of which it takes as many as it can."""
+    """The meaning of one flag with the words after it, of which it takes as many as it can."""
     if flag in TAKEN and not values and not TAKEN[flag].is_switch:
         return TranslatedFlag("", why=f"{flag} needs a value")
     is_list = takes_several(flag) and len(values) > (0 if flag in TAKEN else 1)

@@ -24,7 +24,7 @@ def not_an_override(word: str) -> Problem:
 
 
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
-    """The problem of an option that does not exist; a recipe may be meant as a file."""
+    """The problem of an option that does not exist; for a recipe, files are suggested, too."""
     if group == "recipe" and option.endswith(YAML):
         twins = [twin for ending in YAML if (twin := Path(option).expanduser().with_suffix(ending)).is_file()]
         ways = [*(pasted(f"+recipe={twin}") for twin in twins), f"ppctl recipes copy quickstart {pasted(option)}"]
@@ -38,7 +38,7 @@ def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
 
 
 def no_such_key(key: str, text: str) -> Problem:
-    """The problem of a key that does not exist, or is a section; `text` is what it was to be set to."""
+    """The problem of a key that does not exist, or is a section; `text` is the value for the key."""
     if key.split(".")[0] == "hydra":
         return Problem("PP-E122", f"{key}: Hydra's own settings have no effect here; leave it out", place=PLACE)
     if key in sections():
@@ -56,7 +56,7 @@ def no_such_key(key: str, text: str) -> Problem:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
         return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
-    # A name that only looks alike may mean something else: its value is not carried over.
+    # A similar name may mean something else: its value is not carried over.
     named = [name for name in close if name == known or _misspelt(key, name)]
     meant = [name for name in close if text in groups().get(name, ()) or (name in named and _fits(name, text))]
     return unknown_key(key, PLACE, close, pasted(f"{meant[0]}={text}") if meant else "")
@@ -74,7 +74,7 @@ def _within_a_field(key: str, text: str) -> Problem | None:
 
 
 def _of_another_system(key: str, text: str) -> Problem | None:
-    """The problem of a setting of torchtitan's or Automodel's, in its section, with what it means here."""
+    """The problem of a setting of torchtitan's or Automodel's, with its meaning here; None for other words."""
     from ppctl.config.translate import of_key  # the tables of other systems' names
 
     pages = [tables(system) for system in (TORCHTITAN, AUTOMODEL) if "." in key]
@@ -87,7 +87,7 @@ def _of_another_system(key: str, text: str) -> Problem | None:
 
 
 def _misspelt(key: str, name: str) -> bool:
-    """Whether `key` is `name` but for one letter that is another, missing or too many."""
+    """Whether `key` differs from `name` in one letter: changed, missing or added."""
     short, long = sorted((key, name), key=len)
     one = len(short) == len(long)
     return len(long) - len(short) < 2 and any(

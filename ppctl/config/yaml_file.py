@@ -24,7 +24,7 @@ _MERGE, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("merge", "int",
 
 
 class PlainLoader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C if PyYAML has it
-    """PyYAML's safe loader, which knows the value that it reads last."""
+    """PyYAML's safe loader, with the value that it read last."""
 
     at: Any = None
 
@@ -35,7 +35,7 @@ class PlainLoader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen
 
 
 class ConfigLoader(PlainLoader):
-    """YAML 1.1 without its surprises in configs: numbers that are text, text that is a date or counts in sixties."""
+    """YAML 1.1 without its surprises: 1e-5 is a number, not text; dates and 12:00:00 are text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way of holding them
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -48,7 +48,7 @@ ConfigLoader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
 
 
 def _count(loader: Any, node: Any) -> int:
-    """A whole number that can be printed, and be a float; YAML also takes others in base 16."""
+    """A whole number that fits a float; larger ones raise OverflowError."""
     value: int = _FAST.yaml_constructors[_INT](loader, node)
     if value.bit_length() >= sys.float_info.max_exp:
         raise OverflowError(value.bit_length())
@@ -67,7 +67,7 @@ for _tag in (_INT, _FLOAT):
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A file and the name that it goes by in messages."""
+    """A file and its name in messages."""
 
     path: Path
     label: str
@@ -92,6 +92,7 @@ class YamlFile:
 
     @cached_property
     def _parsed(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """(values by key, line of each dotted key). Raises the file's `error`."""
         try:
             tree, lines = read_yaml(self.text, ConfigLoader)
         except UnreadableYaml as error:
@@ -101,7 +102,7 @@ class YamlFile:
         return {str(key): value for key, value in (tree or {}).items()}, lines
 
     def error(self, what: str, line: int | None = None) -> ConfigError:
-        """The problem of the file, at a line of it if that is known."""
+        """The error of the file, with the line if it is known."""
         place = str(self.path) if line is None else f"{self.path}:{line}"
         return ConfigError(Problem("PP-E115", f"{self.label} {what}", shown(self.path, line), place))
 
@@ -114,7 +115,7 @@ def shown(path: Path, line: int | None) -> str:
 
 
 class UnreadableYaml(ValueError):
-    """Why a text is not read as YAML, and the line, counted from 1, where that shows."""
+    """Why a text is not read as YAML, and the line, counted from 1."""
 
     def __init__(self, reason: object, line: int) -> None:
         self.line = line
@@ -122,8 +123,8 @@ class UnreadableYaml(ValueError):
 
 
 def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]]:
-    """The value of a text, and dotted key -> line of its mappings. Raises UnreadableYaml. Whatever others wrote is read
-    here: a few lines of aliases make a tree without end, and libyaml crashes if lists are nested deeply."""
+    """(the value of a text, dotted key -> line of its mappings). Raises UnreadableYaml, also for aliases that make an
+    endless tree and for deeply nested lists, with which libyaml crashes."""
     reader, depth = loader(text), 0
     try:
         for values, event in enumerate(yaml.parse(text, loader)):
@@ -140,7 +141,7 @@ def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]
     except UnreadableYaml:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-        # PyYAML's own words for a value that is none of its tag are any exception.
+        # For a value that does not fit its tag, PyYAML may raise any exception.
         reason = f"{reader.at.value[:40]} is no {reader.at.tag.rpartition(':')[2]}"
         raise UnreadableYaml(reason, reader.at.start_mark.line + 1) from None
 
@@ -152,7 +153,7 @@ def _check_size(values: int, depth: int, at: Any) -> None:
 
 
 def _lines_of(root: Any) -> dict[str, int]:
-    """Dotted key -> line. Raises UnreadableYaml for a key that occurs twice, and if aliases make a large tree."""
+    """Dotted key -> line. Raises UnreadableYaml for a key that occurs twice, and for aliases that make a large tree."""
     lines: dict[str, int] = {}
     waiting: list[tuple[Any, str | None, int]] = [(root, "", 0)]
     for values, (node, prefix, depth) in enumerate(waiting):  # which grows meanwhile

@@ -6,5 +6,5 @@ working_memory       what a layer has in memory besides, while it runs
 activations          both for a stage, also of transformers' layers, and what waits on the host
 flops, times         FLOPs, and seconds on a device preset
 traffic              what a rank sends in a microbatch; step_traffic: once a step
-setting              the sizes on which all of this depends
+setting              the sizes on which all of these depend
 """

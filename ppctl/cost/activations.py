@@ -1,7 +1,7 @@
 """Bytes of one microbatch's activations on one device, by stage: what is saved for the backward, and the peak of a
 pass.
 
-Layer by layer: `layer_parts` (kept) and `working_memory`; of models of transformers from their measured costs.
+Layer by layer: `layer_parts` (kept) and `working_memory`; for models of transformers from their measured costs.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ppctl.geometry.parameters import Sizes
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of one microbatch in a layer, or in a run of layers that are computed again as one."""
+    """Bytes of one microbatch in a piece: a layer, or a run of layers that is recomputed as one."""
 
     stays: float
     """From its forward to its backward."""
     forward: float
-    """More while its forward runs, at most."""
+    """Further bytes while its forward runs, at most."""
     backward: float
-    """More while its backward runs, at most."""
+    """Further bytes while its backward runs, at most."""
 
 
 class StageActivations(NamedTuple):
@@ -48,9 +48,9 @@ class StageActivations(NamedTuple):
     kept: int
     """From its forward to its backward."""
     in_forward: int
-    """The most bytes while the forward runs: `kept`, or all that is there in the stage's last layers."""
+    """The most bytes while the forward runs: `kept`, or the peak in the stage's last layers."""
     in_backward: int
-    """Further bytes while the backward runs: the largest piece that is computed again at once, with its gradients."""
+    """Further bytes while the backward runs: the largest recomputed piece, with its gradients."""
     offloaded: int = 0
     """Bytes on the host from the forward to the backward; `kept` does not include them."""
 
@@ -61,16 +61,16 @@ class StagePieces(NamedTuple):
     by_place: Mapping[int, LayerBytes]
     """By the place in the stage of the piece's first layer."""
     offloaded: int
-    """Bytes that are left to the host."""
+    """Bytes that are offloaded to the host."""
     passed: float
-    """Bytes beside layers."""
+    """Bytes outside layers."""
 
 
 def stage_activations(
     model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0, price: KindPricer | None = None
 ) -> StageActivations:
-    """Bytes that one microbatch keeps on a stage, on one device. Empty stages, recomputed layers keep their input.
-    `price` is `kind_pricer` of these, if several stages are priced."""
+    """Bytes that one microbatch keeps on a stage, on one device. Empty stages and recomputed layers keep their input.
+    `price` is `kind_pricer(model, setting)`, to share between stages."""
     held, hidden = tuple(layers), setting.hidden_bytes(model)
     if not held:
         return StageActivations(hidden, hidden, 0)
@@ -78,7 +78,7 @@ def stage_activations(
     whole = sum(piece.stays for piece in pieces.values())
     in_forward, in_backward, behind = whole, 0.0, 0.0
     for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
-        # Later pieces have nothing yet in the forward; in the backward they are over, and free but for a gradient.
+        # Later pieces hold nothing in the forward; in the backward they are free, except for a gradient.
         in_forward = max(in_forward, whole - behind + forward)
         ahead = hidden - behind if number and setting.allocator.backward else 0.0
         in_backward = max(in_backward, backward + ahead)
@@ -88,8 +88,8 @@ def stage_activations(
 
 
 KindPricer = Callable[[Kind, tuple[str, ...]], tuple[float, float, float, float]]
-"""(kind of layer, the modules that it computes again) -> bytes of a microbatch that stay, that a recomputed layer would
-make again, and that live only in its forward or backward."""
+"""(kind of layer, its recomputed modules) -> bytes of a microbatch that stay, that recomputing the layer makes again,
+and that live only in its forward or backward."""
 
 
 def kind_pricer(model: ModelConfig, setting: Setting) -> KindPricer:
@@ -130,7 +130,7 @@ def stage_pieces(
         outside = sum(max(0.0, stays - made) for stays, made, _, _ in priced)
         again = sum(made for _, made, _, _ in priced) - hidden
         running = max(backward for *_, backward in priced)
-        if foreign_of(model) is not None:  # its second forward may have more than its backward
+        if foreign_of(model) is not None:  # the second forward may need more than the backward
             running = max(running, *(forward for _, _, forward, _ in priced))
         pieces[places[run[0]]] = LayerBytes(hidden + outside, 0.0, again + running)
     recomputed = {layer for run in runs for layer in run}
@@ -153,20 +153,20 @@ def _with_tables(
     setting: Setting,
     recomputed: Collection[Layer],
 ) -> StagePieces:
-    """A stage of a model of transformers: its forward makes all tables, of which it keeps those that layers need."""
+    """The pieces of a transformers model's stage: its forward makes all tables, and keeps those that layers need."""
     kinds = [(kind, layer in recomputed) for layer, kind in zip(held, layer_kinds(model, held), strict=True)]
     made, kept, keeps_input = _foreign_tables(model, kinds, setting)
     hidden = setting.hidden_bytes(model)
     costs = [foreign_cost(model, kind, setting.element, setting.seq_length) for kind, _ in kinds]
     keeps = [again or cost is None or cost.keeps_input for (_, again), cost in zip(kinds, costs, strict=True)]
     first = int(held[0].kind == "embedding")
-    # A stage without the embedding has a stand-in for its result, of zeros. With it the first layer keeps that result,
-    # or else it lives as long.
+    # A stage without the embedding has zeros in place of its result. With the embedding the first layer keeps the
+    # result, or it lives as long.
     more = made - kept - (hidden if first and keeps[1:2] == [True] else 0)
     running = {}
     for place, piece in pieces.items():
         decoder = held[place].kind == "decoder"
-        # What no backward keeps is there while it is read: a layer's input.
+        # A layer's input that no backward keeps lives while it is read.
         given = hidden if decoder and place > first and not keeps[place] else 0
         running[place] = piece._replace(forward=max(0.0, piece.forward + given + (more if decoder else 0.0)))
     arrived = 0 if held[0].kind == "embedding" or keeps_input or held[0] in recomputed else hidden
@@ -176,21 +176,21 @@ def _with_tables(
 def _moved(
     pieces: Mapping[int, LayerBytes], held: tuple[Layer, ...], setting: Setting, hidden: int, runs: Collection[Layer]
 ) -> dict[int, float]:
-    """Bytes that pieces leave to the host, by place: all that stays, but for the stage's input, which is a message."""
+    """Bytes that pieces offload, by place: all that stays, except the stage's input, which is a message."""
     offloaded = offloaded_layers(setting.parallel, held)
     moved = {place: piece.stays for place, piece in pieces.items() if held[place] in offloaded}
-    reads_input = held[0] in runs or norm_sizes(setting)[0] == setting.element  # else a copy in float32
+    reads_input = held[0] in runs or norm_sizes(setting)[0] == setting.element  # else the norm reads a copy in float32
     if 0 in moved and reads_input:
         moved[0] -= hidden
     return moved
 
 
 def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], decoder: int) -> dict[int, LayerBytes]:
-    """`pieces` by place in the stage, less the bytes in `moved`, which wait on the host.
+    """`pieces` by place in the stage, without the bytes in `moved`, which wait on the host.
 
-    While a layer computes, all of its own are on the device, and so are those of the layer before it: on their way out
-    in the forward, on their way back in the backward. If every one of the `decoder` pieces moves, nothing waits for
-    the last one's copies: they are there until the next layer's end, or until a backward fetches.
+    While a layer computes, its own bytes are on the device, and so are the previous layer's: on their way out in the
+    forward, on their way back in the backward. If all `decoder` pieces move, nothing waits for the last one's copies:
+    they stay until the next layer's end, or until a backward fetches.
     """
     lasting = moved[max(moved)] if len(moved) == decoder else 0.0
     kept: dict[int, LayerBytes] = {}
@@ -204,7 +204,7 @@ def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], dec
 
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
-    """Bytes beside layers: turning tables for a rank's own positions, which each microbatch picks; in models with MTP
+    """Bytes outside layers: rotary tables for a rank's own positions, which each microbatch selects; in models with MTP
     the final norm after the decoder, and states that go to the loss."""
     tables = _tables(model, held, setting)
     if not model.mtp_num_layers:
@@ -216,7 +216,7 @@ def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) ->
 
 
 def _router_logits(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
-    """Bytes of router logits that arrived beside the hidden state, and at the loss of all routers' softmaxes."""
+    """Bytes of router logits that arrived beside the hidden state; on the loss's stage also of all softmaxes."""
     foreign = foreign_of(model)
     assert foreign is not None
     every = foreign.anatomy.count
@@ -229,7 +229,7 @@ def _router_logits(model: ModelConfig, held: tuple[Layer, ...], setting: Setting
 
 
 def _tables(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
-    """Cosines and sines for the positions of ranks that share sequences: others read one table for all."""
+    """Bytes of cosines and sines for the positions of ranks that share sequences; other ranks share one table."""
     turns = model.position_embedding_type == "rope" and any(layer.kind in ("decoder", "mtp") for layer in held)
     if setting.sizes.cp == 1 or not turns or not setting.allocator.backward:
         return 0.0
@@ -245,7 +245,7 @@ _LABEL = 8
 def _foreign_running(
     model: ModelConfig, kind: Kind, cost: LayerCost, setting: Setting
 ) -> tuple[float, float, float, float]:
-    """Bytes that stay, that a recomputed layer makes again with its input, and beside in its forward and backward."""
+    """(bytes that stay, that recomputation makes again with the input, further in the forward, in the backward)."""
     batch, length, hidden = setting.micro_batch_size, setting.seq_length, setting.hidden_bytes(model)
     inside = cost.kept.of(batch, length)
     stays = inside + (hidden if cost.keeps_input and kind.name != "embedding" else 0)
@@ -254,13 +254,14 @@ def _foreign_running(
     if kind.name == "embedding":
         return inside + _LABEL * setting.tokens, 0.0, forward, backward
     if kind.name == "loss":  # the logits, whose gradient takes their place; blocks of them in float32
-        block = setting.wide * min(LOSS_ROWS, setting.tokens) * model.vocab_size
+        block = setting.wide_bytes * min(LOSS_ROWS, setting.tokens) * model.vocab_size
         logits = setting.element * setting.tokens * model.vocab_size
         stays += logits + _LABEL * setting.tokens
         if cost.back is not None:  # measured with the gradient of the logits, which is gone after the head's product
             backward = max(0.0, backward - logits)
-        # What the head puts out is in its forward: it stays.
-        return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + setting.wide * setting.tokens)
+        # The head's output counts as its forward's, but stays.
+        losses = setting.wide_bytes * setting.tokens
+        return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + losses)
     draws = _adapters_draws(model, kind, setting)
     return stays, inside + hidden, forward + draws, backward + draws
 
@@ -277,9 +278,9 @@ def _adapters_draws(model: ModelConfig, kind: Kind, setting: Setting) -> float:
 def _foreign_tables(
     model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setting: Setting
 ) -> tuple[float, float, bool]:
-    """Bytes of the tables that a stage's forward makes once for its layers (kind, whether it is recomputed) with what
-    else lives beside these, bytes that backwards keep of them, and whether the first layer keeps what arrived. A
-    recomputed layer keeps its arguments."""
+    """(bytes of the tables and other values that a stage's forward makes once for its layers, bytes that backwards keep
+    of them, whether the first layer keeps its input). `kinds`: each layer's kind, and whether it is recomputed and so
+    keeps its arguments."""
     foreign = foreign_of(model)
     assert foreign is not None
     measured = measured_for(foreign.measured, setting.element, setting.seq_length)

@@ -1,4 +1,4 @@
-"""Bytes that context-parallel ranks send for attention, and bytes that they keep beyond a rank with whole sequences."""
+"""Bytes that context-parallel ranks send for attention, and that they keep beyond a rank with whole sequences."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ class ContextTraffic(NamedTuple):
     """Bytes that a device sends for one layer's attention to one microbatch."""
 
     ring: float = 0.0
-    """Keys and values from rank to rank, beside blocks of scores. In the backward again, and their gradients."""
+    """Keys and values from rank to rank, beside blocks of scores; in the backward again, with their gradients."""
     gathered: float = 0.0
-    """Keys and values to all ranks, before most scores. In the backward again, and their gradients."""
+    """Keys and values to all ranks, before most scores. The backward sends them again, and their gradients."""
     heads: float = 0.0
-    """Queries, keys, values and results, of which each rank gets some heads. In the backward their gradients."""
+    """Queries, keys, values and results, of which each rank gets some heads. The backward sends their gradients."""
     exchanging: int = 1
     """Neighbours that exchange heads."""
 
 
 def context_traffic(
-    model: ModelConfig, cp_comm_type: str, size: float, over: ParallelSizes, levels: Levels | None
+    model: ModelConfig, cp_comm_type: str, size: float, sizes: ParallelSizes, levels: Levels | None
 ) -> ContextTraffic:
     """Bytes that one layer of this `cp_comm_type` sends; `size` is a device's tokens times the bytes of an element."""
-    ranks = exchanging(cp_comm_type, over, levels)
-    heads, groups, width = _heads(model, over)
+    ranks = exchanging(cp_comm_type, sizes, levels)
+    heads, groups, width = _heads(model, sizes)
     if cp_comm_type == "all_gather":
-        return ContextTraffic(gathered=size * groups * width * (over.cp - 1))
+        return ContextTraffic(gathered=size * groups * width * (sizes.cp - 1))
     groups *= _repeats(groups, ranks)
     exchanged = size * (heads + groups) * width * (ranks - 1) / ranks
-    return ContextTraffic(size * groups * width * (over.cp // ranks - 1), heads=exchanged, exchanging=ranks)
+    return ContextTraffic(size * groups * width * (sizes.cp // ranks - 1), heads=exchanged, exchanging=ranks)
 
 
-def exchanging(cp_comm_type: str, over: ParallelSizes, levels: Levels | None) -> int:
+def exchanging(cp_comm_type: str, sizes: ParallelSizes, levels: Levels | None) -> int:
     """How many ranks exchange heads; 1 if none do."""
     if cp_comm_type == "a2a":
-        return over.cp
+        return sizes.cp
     return levels[0] if cp_comm_type == "a2a+p2p" and levels else 1
 
 
-def kept_more(model: ModelConfig, ranks: int, over: ParallelSizes) -> float:
-    """Elements per token that `ranks` which exchange heads keep: the result by heads, and keys and values repeated. By
-    the other ways each rank keeps of its own what it would keep of whole sequences."""
+def kept_more(model: ModelConfig, ranks: int, axes: ParallelSizes) -> float:
+    """Further elements per token kept by each of `ranks` that exchange heads: the result by heads, and repeated keys
+    and values. Other exchanges keep nothing further."""
     if ranks == 1:
         return 0.0
-    heads, groups, width = _heads(model, over)
+    heads, groups, width = _heads(model, axes)
     return heads * Sizes.of(model).value_head + groups * (_repeats(groups, ranks) - 1) * width
 
 
-def live_more(model: ModelConfig, cp_comm_type: str, over: ParallelSizes, levels: Levels | None, wide: float) -> float:
-    """Elements per token that live while attention's backward runs, at most, beside the gradients of queries, keys and
-    values. The most of any rank; `wide` is how many elements one in float32 or wider is.
+def live_more(model: ModelConfig, cp_comm_type: str, axes: ParallelSizes, levels: Levels | None, wide: float) -> float:
+    """Elements per token that live at most while attention's backward runs, beside the gradients of queries, keys and
+    values, on the rank with most; `wide` is the size of a float32 (or wider) element in elements.
 
-    A ring holds keys and values twice (one pair arrives), sums of their gradients three times (its own, one that
-    leaves, one that arrives), a block's own gradients, and queries' in float32. Gathering: first all keys and values
-    and the gradients of what both halves see; then the sum of these, and its parts in the ranks' order. Exchanging
-    heads: gradients before and after a step that puts them into order.
+    A ring holds keys and values twice (one pair arrives), sums of their gradients three times (own, leaving, arriving),
+    a block's own gradients, and queries' in float32. Gathering: first all keys and values and the gradients of what
+    both halves see; then the sum of these, and its parts in the ranks' order. Exchanging heads: gradients before and
+    after reordering.
     """
-    if over.cp == 1:
+    if axes.cp == 1:
         return 0.0
-    ranks = exchanging(cp_comm_type, over, levels)
-    heads, groups, width = _heads(model, over)
+    ranks = exchanging(cp_comm_type, axes, levels)
+    heads, groups, width = _heads(model, axes)
     sizes, pairs = Sizes.of(model), groups * _repeats(groups, ranks) * width
-    queries, results, cp = heads * sizes.query_head, heads * sizes.value_head, over.cp // ranks
+    queries, results, cp = heads * sizes.query_head, heads * sizes.value_head, axes.cp // ranks
     if cp == 1:
         most = 0.0
     elif cp_comm_type == "all_gather":
@@ -83,12 +83,12 @@ def live_more(model: ModelConfig, cp_comm_type: str, over: ParallelSizes, levels
 
 
 def _repeats(groups: int, ranks: int) -> int:
-    """How often groups of keys and values are repeated, until the ranks divide them."""
+    """How often groups of keys and values are repeated so that their number is a multiple of the ranks."""
     return ranks // gcd(groups, ranks)
 
 
-def _heads(model: ModelConfig, over: ParallelSizes) -> tuple[int, int, int]:
+def _heads(model: ModelConfig, axes: ParallelSizes) -> tuple[int, int, int]:
     """On one device: heads, groups of keys and values, and a head's widths of keys (or queries) and values together."""
     sizes = Sizes.of(model)
     groups = sizes.heads if sizes.latent else sizes.groups
-    return sizes.heads // over.tp, max(1, groups // over.tp), sizes.query_head + sizes.value_head
+    return sizes.heads // axes.tp, max(1, groups // axes.tp), sizes.query_head + sizes.value_head

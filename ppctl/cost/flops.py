@@ -17,14 +17,13 @@ from ppctl.geometry.parameters import Sizes, kind_parameters
 
 @cache
 def _matrices(sizes: Sizes, kind: Kind, block: str, topk: int) -> int:
-    """Elements of the matrices that a token is multiplied with in a block; of the experts only the `topk` chosen ones
-    count."""
+    """Elements of the matrices that a token is multiplied with in a block; of the experts only `topk` count."""
     rows = [row for row in kind_parameters(sizes, kind) if row.inside(block) and row.is_matrix]
     return sum(row.size * (topk if row.experts else 1) for row in rows)
 
 
 def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
-    """Projections, scores and weighted values of one layer, for `batch` sequences of `seq` tokens."""
+    """FLOPs of projections, scores and weighted values of one layer, for `batch` sequences of `seq` tokens."""
     sizes = Sizes.of(model)
     matrices = _matrices(sizes, Kind("decoder", False), "attention", 0)
     return 2 * batch * seq * matrices + score_flops(sizes, batch, seq)
@@ -36,14 +35,14 @@ def score_flops(sizes: Sizes, batch: int, seq: int) -> int:
 
 
 def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> int:
-    """The dense feed-forward; or router, shared expert and the chosen experts."""
+    """FLOPs of the dense feed-forward; or of router, shared expert and the chosen experts."""
     block = "moe" if moe else "feed_forward"
     return 2 * batch * seq * _matrices(Sizes.of(model), Kind("decoder", moe), block, model.moe_router_topk)
 
 
 def _layer_flops(model: ModelConfig, kind: Kind, batch: int, seq: int) -> int:
-    """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module; a decoder layer
-    of a model of transformers as it was measured."""
+    """FLOPs of one layer: none for the embedding (a look-up), the output for the loss, once more per MTP module; as
+    measured for a decoder layer of a model of transformers."""
     if kind.name == "decoder" and (foreign := foreign_cost(model, kind, 4, seq)) is not None:
         return round(foreign.flops.of(batch, seq))
     sizes = Sizes.of(model)
@@ -64,7 +63,8 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
 def stage_backward_flops(
     model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int
 ) -> int | None:
-    """FLOPs of a stage's backward if weights are frozen; None if it is two forwards. Recomputed scores do not count."""
+    """FLOPs of a stage's backward with frozen weights; None where it is twice the forward's. Recomputed scores do not
+    count."""
     costs = [foreign_cost(model, kind, 4, seq_length) for kind in layer_kinds(model, layers)]
     total = 0.0
     for cost in costs:

@@ -35,8 +35,8 @@ def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[LayerP
     if kind.name == "loss":
         per_logit = setting.logit_bytes
         per_logit = setting.element if per_logit is None else per_logit
-        # Of a vocabulary that is divided: a log-sum, the place of the label's word, and whether it is here and counts.
-        divided = setting.wide + 10 if setting.sizes.tp > 1 and setting.allocator.backward else 0
+        # With a divided vocabulary: a log-sum, the label's place, and whether it is on this rank and counts.
+        divided = setting.wide_bytes + 10 if setting.sizes.tp > 1 and setting.allocator.backward else 0
         states = model.outputs * (setting.element * hidden + per_logit * setting.words(model) + divided)
         return [LayerPart(INPUT, states + 8 + (0 if model.mtp_num_layers else final_norm_bytes(setting) * hidden))]
     layer = [*attention_parts(model, setting, kind.cp_comm_type), *feed_forward_parts(model, kind.moe, setting)]
@@ -44,12 +44,12 @@ def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[LayerP
 
 
 def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[LayerPart]:
-    """A norm's input (kept by `module`) and what it puts out, per token."""
+    """A norm's input (kept by `module`) and output, per token."""
     inside, outside = norm_sizes(setting)
     yield LayerPart(module, width * inside)
     yield LayerPart("layernorm", width * (outside - setting.element + setting.operand))
     if setting.allocator.norm_statistics:
-        yield LayerPart("layernorm", setting.wide * setting.allocator.norm_statistics)
+        yield LayerPart("layernorm", setting.wide_bytes * setting.allocator.norm_statistics)
 
 
 def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p2p") -> Iterator[LayerPart]:
@@ -59,24 +59,25 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
     yield from norm_parts(h / setting.sp, setting)
     if sizes.latent:
         inside, outside = norm_sizes(setting)
-        over = setting.sp if setting.allocator.backward else 1  # each rank has the compressed vectors of its own tokens
-        latent = ((sizes.q_rank or 0) + sizes.kv_rank) / over
-        yield LayerPart("attention", latent * inside + size * (sizes.turned / over + heads * sizes.v_head / tp))
+        # each rank keeps the compressed vectors of its own tokens
+        parts = setting.sp if setting.allocator.backward else 1
+        latent = ((sizes.q_rank or 0) + sizes.kv_rank) / parts
+        yield LayerPart("attention", latent * inside + size * (sizes.turned / parts + heads * sizes.v_head / tp))
         queries = size * heads * sizes.query_head / tp
-        # Without a latent, they are computed from the layer's input.
+        # Without a latent, queries are computed from the layer's input.
         yield LayerPart("attention" if sizes.q_rank is None else "mla_up_proj", queries)
         yield LayerPart("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
     else:
         groups = setting.groups(sizes)
         normed = (heads + groups) * sum(norm_sizes(setting)) if sizes.qk_norm else 0
         plain = size * ((0 if normed else heads + groups) + heads + groups)
-        statistics = setting.wide * (heads + groups) * setting.allocator.norm_statistics if normed else 0
+        statistics = setting.wide_bytes * (heads + groups) * setting.allocator.norm_statistics if normed else 0
         yield LayerPart("attention", (sizes.head * (normed + plain) + statistics) / tp)
     ranks = exchanging(cp_comm_type, setting.sizes, setting.levels)
-    by_blocks = setting.sizes.cp > ranks  # which keeps no scores, nor a result for each document
-    yield LayerPart("core_attn", setting.wide * heads / tp if by_blocks else _scores(model, setting))
+    by_blocks = setting.sizes.cp > ranks  # a ring or gather keeps no scores, nor a result per document
+    yield LayerPart("core_attn", setting.wide_bytes * heads / tp if by_blocks else _scores(model, setting))
     yield LayerPart("core_attn", size * kept_more(model, ranks, setting.sizes))
-    if setting.packed and not by_blocks and ranks == 1:  # ranks that exchange heads have a result beside it anyway
+    if setting.packed and not by_blocks and ranks == 1:  # ranks that exchange heads have that result too
         yield LayerPart("core_attn", size * heads * sizes.value_head / tp)
     yield LayerPart("attention", h / setting.sp * _masked(model, setting))
 
@@ -84,21 +85,21 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
 def norm_sizes(setting: Setting) -> tuple[int, int]:
     """Bytes per element of a norm's input and of its output."""
     if setting.allocator.fp32_norms:
-        return setting.wide, setting.element + setting.wide
+        return setting.wide_bytes, setting.element + setting.wide_bytes
     return setting.element, setting.element
 
 
 def _masked(model: ModelConfig, setting: Setting) -> int:
-    """Bytes of a dropped element's mask: ppctl's own dropout draws it again."""
+    """Bytes of an element's dropout mask; 0 for ppctl's own dropout, which draws it again."""
     return 1 if model.hidden_dropout and setting.allocator.transformer_engine else 0
 
 
 def _scores(model: ModelConfig, setting: Setting) -> float:
-    """The softmax's sum of each head; without a fused kernel the probabilities of every pair, and with dropout the mask
-    and what it leaves. torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries,
-    keys and values, not these. ppctl's own attention with dropout keeps neither scores nor copies."""
+    """The softmax's sum of each head; without a fused kernel the probabilities of every pair, with dropout also the
+    mask and the result. torch's unfused kernel computes in float32, and keeps float32 copies of queries, keys and
+    values of all heads instead. ppctl's own attention with dropout keeps neither."""
     own = setting.allocator.transformer_engine
-    sums = setting.wide * Sizes.of(model).heads / setting.sizes.tp
+    sums = setting.wide_bytes * Sizes.of(model).heads / setting.sizes.tp
     if model.attention_dropout and not own:
         return 0.0
     if model.attention_backend != "unfused":
@@ -108,37 +109,38 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
         per_head = 2 * sizes.query_head + sizes.value_head
         shared = sizes.heads - (sizes.heads if sizes.latent else sizes.groups)
         fused = sizes.heads * per_head - shared * (sizes.query_head + sizes.value_head)
-        scores = sizes.heads * (setting.seq_length - 1)  # less what a fused kernel keeps of each head and token
-        return sums + (setting.wide * (sizes.heads * per_head + scores) - setting.element * fused) / setting.sizes.tp
+        scores = sizes.heads * (setting.seq_length - 1)  # minus what a fused kernel keeps of each head and token
+        unfused = setting.wide_bytes * (sizes.heads * per_head + scores)
+        return sums + (unfused - setting.element * fused) / setting.sizes.tp
     per_pair = setting.element + (setting.element + 1 if model.attention_dropout else 0)
     return sums + model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
 
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[LayerPart]:
     """Input, norm and inner vectors of one feed-forward; experts: as many for each chosen expert."""
-    size, over, sizes = setting.element, setting.sizes, Sizes.of(model)
+    size, axes, sizes = setting.element, setting.sizes, Sizes.of(model)
     h, factors = sizes.hidden, 1 + sizes.gated  # silu of the gate is made again (`model/activation.py`)
     inside = size * factors + setting.operand
     yield from norm_parts(h / setting.sp, setting, "residual")
     if moe:
-        chosen = model.moe_router_topk
-        # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
-        copies = h * over.etp / over.tp
-        inner = chosen * sizes.expert / over.tp
-        # The router's scores in float32; and for every choice its score, two weights, and the places of its row.
-        routing = setting.wide * sizes.experts + (size + 2 * setting.wide) * chosen + _places(model, setting)
+        chosen, float32 = model.moe_router_topk, setting.wide_bytes
+        # A device's experts see etp/tp times its own tokens and have 1/etp of the width: together 1/tp.
+        copies = h * axes.etp / axes.tp
+        inner = chosen * sizes.expert / axes.tp
+        # The router's scores in float32; for every chosen expert its score, two weights, and the places of its row.
+        routing = float32 * sizes.experts + (size + 2 * float32) * chosen + _places(model, setting)
         yield LayerPart("moe", setting.operand * chosen * copies + routing / setting.sp)
         yield LayerPart("experts", size * factors * inner)
         yield LayerPart("moe_act", setting.operand * inner)
-        yield LayerPart("moe", inside * sizes.shared / over.tp)
+        yield LayerPart("moe", inside * sizes.shared / axes.tp)
     else:
-        yield LayerPart("mlp", inside * sizes.ffn / over.tp)
+        yield LayerPart("mlp", inside * sizes.ffn / axes.tp)
     yield LayerPart("residual", h / setting.sp * _masked(model, setting))
 
 
 def _places(model: ModelConfig, setting: Setting) -> float:
-    """Bytes of a token's int64 numbers and places: of each choice its expert, its slot, its row in both directions, at
-    home or by node, and again at experts of other ranks; and where sums start, made by run and then by token."""
+    """Bytes of a token's int64 indexes: for each chosen expert its number, its slot and its row in both directions, at
+    home or by node, and again at experts of other ranks; and where sums start, by run and then by token."""
     chosen, runs = model.moe_router_topk, expert_runs(model)
     starts: float = runs.most if runs.size > 1 and runs.most > 1 else 0
     if setting.nodes > 1:
@@ -147,14 +149,14 @@ def _places(model: ModelConfig, setting: Setting) -> float:
 
 
 def final_norm_bytes(setting: Setting) -> float:
-    """Bytes per element that the final norm keeps; what it puts out is kept by what reads it."""
+    """Bytes per element that the final norm keeps; its output is kept by the layer that reads it."""
     inside, outside = norm_sizes(setting)
     return inside + outside - setting.element
 
 
 def _mtp_vectors(setting: Setting) -> float:
-    """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes: the
-    embedding and the norm over it, both normalised vectors side by side, and a final norm. Norms in float32 keep the
-    state as well."""
+    """Bytes per element of a hidden state that an MTP module keeps beside its layer, with or without recomputation: the
+    embedding and its norm, both normalised vectors side by side, and a final norm. Norms in float32 keep the state as
+    well."""
     inside, outside = norm_sizes(setting)
     return inside + 2 * outside + final_norm_bytes(setting) + (inside if setting.allocator.fp32_norms else 0)

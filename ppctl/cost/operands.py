@@ -1,7 +1,7 @@
 """Bytes that a split backward keeps of a microbatch from its I to its W: the operands of the weight gradients.
 
 The operands of a product are its input and the gradient of its result; an input that several products read counts once.
-Recomputation changes nothing: what I computes again is kept until W.
+Recomputation changes nothing: values that I computes again are kept until W.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
     in_weights: int
     """Further bytes while the W runs: the largest weight gradient, until it is added to the sum."""
     in_inputs: int | None = None
-    """More than the stage keeps while its I runs; None if a whole backward needs as much."""
+    """Further bytes while the stage's I runs; None if they equal a whole backward's."""
 
 
 def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Operands:
@@ -39,7 +39,7 @@ def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting
     layers = tuple(layers)
     each = [_of_layer(model, kind, setting) for kind in layer_kinds(model, layers)]
     largest = max((gradient for _, gradient in each), default=0.0)
-    # W gathers all ranks' tokens for what reads them, which stay with the matrices that read them as well.
+    # W gathers all ranks' tokens again for the matrices that read them.
     again = setting.whole_bytes(model) if setting.sp > 1 else 0
     arriving = setting.travelling(model) if setting.sp > 1 else 0
     in_weights = round(max(largest + again, arriving))
@@ -49,7 +49,7 @@ def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting
 
 
 def _of_layer(model: ModelConfig, kind: Kind, setting: Setting) -> tuple[float, float]:
-    """Bytes that a layer keeps for W, and what W has beside them: its largest weight gradient."""
+    """(bytes that a layer keeps for W, bytes of its largest weight gradient, which W makes beside them)."""
     foreign = foreign_cost(model, kind, setting.element, setting.seq_length)
     if foreign is not None:
         batch, length = setting.micro_batch_size, setting.seq_length
@@ -59,7 +59,7 @@ def _of_layer(model: ModelConfig, kind: Kind, setting: Setting) -> tuple[float, 
 
 
 def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, stage: int) -> int:
-    """More than a stage keeps on the device while its I runs: layers that it is through with left operands behind."""
+    """Further bytes on the device while a stage's I runs: finished layers leave operands behind."""
     pieces = stage_pieces(model, layers, setting._replace(deferred=True), stage).by_place
     kinds, hidden = layer_kinds(model, layers), setting.hidden_bytes(model)
     most, behind, end = 0.0, 0.0, len(layers)
@@ -71,8 +71,8 @@ def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, 
 
 
 def is_deferred(row: Parameter) -> bool:
-    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows; not the output's. Routers
-    multiply in float32 and are small; the output's operands are a microbatch's logits."""
+    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows. Not routers', which are
+    small and in float32, nor the output's, whose operands are a microbatch's logits."""
     return row.role in ("matrix", "expert", "other", "embedding") and not row.name.startswith("output.")
 
 
@@ -90,15 +90,15 @@ def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence
             inside = 0.0 if row.role == "embedding" or read in seen else _on_device(row, 1, sizes, sequence_parallel)
             seen.add(read)
             total += uses * (inside + _on_device(row, 0, sizes, sequence_parallel))
-    if kind.name == "mtp":  # the embedding's copy, from which every MTP module reads rows
+    if kind.name == "mtp":  # every MTP module reads rows of the embedding's copy
         total += model.hidden_size
     return total
 
 
 def _on_device(row: Parameter, dim: int, sizes: ParallelSizes, sequence_parallel: int) -> float:
-    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results. Of what it
-    divides, a rank has its own part of all tokens; what leads out of it has gradients of whole width of all tokens, and
-    what leads in keeps those of the own tokens alone."""
+    """Elements per token of a product's input (dim 1) or result (dim 0); a table's rows are results. A divided vector
+    is the rank's own part, of all tokens. Of a row-parallel product the result's gradient has the whole width and all
+    tokens; a column-parallel product keeps its input for the rank's own tokens alone."""
     splits: dict[int, int] = {at - bool(row.experts): getattr(sizes, axis) for axis, at in row.splits if axis != "ep"}
     if row.role == "embedding":
         return row.shape[1] / (1 if splits else sequence_parallel)
@@ -110,7 +110,7 @@ def _on_device(row: Parameter, dim: int, sizes: ParallelSizes, sequence_parallel
 
 
 def _largest(model: ModelConfig, kind: Kind, sizes: ParallelSizes) -> int:
-    """Elements of a layer's largest weight gradient that W makes on one device; a stack of experts has one."""
+    """Elements of a layer's largest weight gradient in W on one device; a stack of experts counts as one weight."""
     if kind.name == "loss":
         return 0
     rows = [row for row in kind_parameters(Sizes.of(model), kind) if is_deferred(row)]

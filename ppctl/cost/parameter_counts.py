@@ -1,7 +1,6 @@
 """Parameter counts, per layer, per stage and for the whole model: sums over the table of parameters.
 
-Counts are kept apart by the parallel axes that split the parameters, so that what one device holds follows from the
-sizes.
+Counts are kept apart by the parallel axes that split the parameters, so that a device's part follows from the sizes.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _ONE_DEVICE = ParallelSizes(1)
 
 @lru_cache(4096)
 def held(elements: int, axes: Axes, sizes: ParallelSizes) -> int:
-    """How many of the elements that these axes split are on one device: the largest part, if they are uneven."""
+    """How many of `elements`, split over `axes`, are on one device: the largest part, if parts are uneven."""
     parts = [_part(axis, sizes) for axis in axes]
     return -(-elements * prod(own for own, _ in parts) // prod(all_ for _, all_ in parts))
 
 
 def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
-    """A device's part of an axis, as (numerator, denominator). All if tp does not divide `tp/8`; `tp:37` has a first
-    run."""
+    """A device's share of what an axis splits, as (numerator, denominator): all of `tp/8` if tp does not divide 8; the
+    first, largest run of `tp:37`."""
     name, kind, number = axis.partition("/") if "/" in axis else axis.partition(":")
     size: int = getattr(sizes, name)
     if kind == ":":
@@ -49,8 +48,8 @@ def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
 
 
 def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
-    """(dense parameters, experts' parameters) on one device: they are replicated over different ranks. An uneven split
-    counts its largest part."""
+    """(dense parameters, experts' parameters) on one device, since their replicas are on different ranks. An uneven
+    split counts its largest part."""
     dense = experts = 0
     for axes, number in count.items():
         own = held(number, axes, sizes)
@@ -59,7 +58,7 @@ def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
 
 
 def _elements(rows: Iterable[Parameter], experts: int | None = None) -> int:
-    """The rows' parameters; `experts` of each layer's routed ones (none: all)."""
+    """The number of the rows' parameters, with `experts` routed experts per layer (None: all)."""
     return sum(row.elements if experts is None or not row.experts else row.size * experts for row in rows)
 
 
@@ -80,7 +79,7 @@ def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
 
 
 def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int, gradient: int) -> int:
-    """Bytes of what no optimizer steps: frozen weights, of `weight` bytes, and routers' biases, wide as a gradient."""
+    """Bytes of parameters without optimizer: frozen weights of `weight` bytes, routers' biases of `gradient`."""
     return sum(
         (weight if row.frozen else gradient) * number * row.elements
         for row, number in stage_rows(model, layers)
@@ -105,7 +104,7 @@ def replicated_parameters(model: ModelConfig, layers: Iterable[Layer]) -> int:
 
 
 def total_parameters(model: ModelConfig) -> int:
-    """The model: each tied parameter once, router biases in, MTP out."""
+    """The model's parameters: tied ones once, with router biases, without MTP."""
     return _backbone(model, None)
 
 
@@ -117,12 +116,12 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def mtp_parameters(model: ModelConfig) -> int:
-    """All MTP modules, without copies of embedding and output; their layer is of the last decoder layer's kind."""
+    """The parameters of all MTP modules, without copies of embedding and output."""
     return (model.mtp_num_layers or 0) * _elements(kind_parameters(Sizes.of(model), Kind("mtp", mtp_is_moe(model))))
 
 
 def hugging_face_parameters(model: ModelConfig) -> int:
-    """The model as Hugging Face stores it: MTP modules in, each with its own copy of embedding and output."""
+    """The model's parameters as Hugging Face stores them: MTP modules each have copies of embedding and output."""
     copies = (model.mtp_num_layers or 0) * 2 * mtp_embedding(Sizes.of(model)).elements
     return total_parameters(model) + mtp_parameters(model) + copies
 
@@ -135,18 +134,18 @@ def _backbone(model: ModelConfig, experts: int | None) -> int:
     return layers + _elements(once)
 
 
-# What Muon moves (decision 67)
+# Muon's matrices (decision 67)
 
 
 class Orthogonalised(NamedTuple):
-    """The matrices of a pp_rank that Muon moves."""
+    """The matrices of a pp_rank that Muon updates."""
 
     elements: Count
     """The matrices' elements, over all ranks."""
     dense: int = 0
-    """Elements of dense matrices that the rank that owns most has."""
+    """Elements of the dense matrices of the rank that owns most."""
     experts: int = 0
-    """Elements of experts' matrices that the rank that owns most has."""
+    """Elements of the experts' matrices of the rank that owns most."""
     operations: int = 0
     """Operations of one step of the iteration, on the rank with the most."""
 
@@ -161,15 +160,14 @@ class Orthogonalised(NamedTuple):
 
 
 def _hidden_matrices(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
-    """The rows of a stage that Muon moves, each with the number of its layers that have it."""
+    """The rows of a stage that Muon updates, each with the number of layers that have it."""
     return [(row, number) for row, number in stage_rows(model, layers) if row.hidden_matrix]
 
 
 def orthogonalised(
     model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, *, shared: bool
 ) -> Orthogonalised:
-    """The matrices of one rank's stages that Muon moves. Under sharding each is owned by one of the ranks that hold
-    it."""
+    """The matrices of one rank's stages that Muon updates. `shared`: under sharding one of their ranks owns each."""
     rows = [row for layers in stages for row in _hidden_matrices(model, layers)]
     count: Count = Counter()
     entries: dict[bool, list[Matrices]] = {False: [], True: []}
@@ -188,9 +186,9 @@ def orthogonalised(
 def iteration_bytes(
     model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, gradient: int, limit: int
 ) -> int:
-    """The most bytes beside the state while matrices go through the iteration, `limit` elements of one shape at once.
-    First what is made orthogonal of all, in bfloat16, and of one stack as wide as a gradient; then that, two steps'
-    results and two squares of the shorter side."""
+    """The most bytes beside the state while matrices are in the iteration, `limit` elements of one shape together.
+    First all inputs in bfloat16, and one stack's as wide as gradients; then the inputs, the results of two steps and
+    two squares of the shorter side."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for row, number in (row for layers in stages for row in _hidden_matrices(model, layers)):
         of_stack = held(row.elements, row.axes, sizes)

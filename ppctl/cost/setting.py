@@ -16,21 +16,21 @@ class Allocator(NamedTuple):
 
     name: str
     norm_statistics: int
-    """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 if they are not counted."""
+    """fp32 statistics per token that a norm keeps: RMSNorm one, LayerNorm two; 0 if they are not counted."""
     fp32_norms: bool
-    """Norms are run step by step in fp32 and keep their input and the normalised input so."""
+    """Whether norms run unfused in fp32, and keep their input and the normalised input in fp32."""
     logit_bytes: int | None
-    """Per logit, from the loss's forward to its backward. None: the logits alone, as the output's product has them."""
+    """Bytes per logit, from the loss's forward to its backward. None: only the logits, in the product's dtype."""
     fused_logit_bytes: int | None
-    """Per logit, with a fused cross entropy."""
+    """Bytes per logit, with a fused cross entropy."""
     cublas_workspaces: int
-    """One per thread that multiplies: forward's and autograd's."""
+    """cuBLAS workspaces, one per thread: the forward's and autograd's."""
     chunk_buffers: int
     """Hidden states of a microbatch that stay alive for every chunk."""
     receives: bool
     """Whether receives are posted ahead into buffers of their own."""
     backward: bool = False
-    """Whether what only lives while a layer's backward runs is counted (`in_backward`)."""
+    """Whether bytes that live only while a layer's backward runs are counted (`in_backward`)."""
     transformer_engine: bool = False
     dummy_weight_gradients: bool = False
     """One 16-bit weight gradient for every distinct shape of a weight."""
@@ -59,7 +59,7 @@ TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_
 
 
 def for_norms(allocator: Allocator, normalization: str) -> Allocator:
-    """The allocator of a model with norms of this kind: LayerNorm is one kernel everywhere, and keeps two numbers."""
+    """The allocator for norms of this kind: LayerNorm is one kernel everywhere, and keeps two numbers."""
     if normalization != "LayerNorm":
         return allocator
     return allocator._replace(norm_statistics=2 * allocator.norm_statistics, fp32_norms=False)
@@ -71,24 +71,24 @@ class Setting(NamedTuple):
     micro_batch_size: int
     seq_length: int
     element: int
-    """Bytes of an activation."""
+    """Bytes of an element of an activation."""
     sizes: ParallelSizes = ParallelSizes(1)
     sequence_parallel: bool = False
     fused_loss: bool = False
     allocator: Allocator = ALLOCATORS["torch"]
-    """Whose blocks run."""
+    """The system whose blocks run."""
     train: TrainConfig = TrainConfig()
-    """Its `recompute_*`."""
+    """The config with the keys `recompute_*`."""
     packed: bool = False
-    """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
+    """Whether documents are kept apart: then attention has a result per document beside the whole one."""
     levels: Levels | None = None
     """The levels of context parallelism, if it has two."""
     parallel: ParallelConfig = ParallelConfig()
-    """Its `cpu_offloading_*`."""
+    """The config with the keys `cpu_offloading_*`."""
     nodes: int = 1
     """Nodes by which tokens are dispatched to experts (`dispatch_nodes`)."""
     deferred: bool = False
-    """Whether backwards are the I of split ones: they make no weight's gradient, and keep what W makes these from."""
+    """Whether backwards are the I of split ones: they make no weight gradients, and keep the operands for W."""
     narrow: bool = False
     """Whether inputs of products are kept in 8 bits."""
 
@@ -98,8 +98,8 @@ class Setting(NamedTuple):
         return 1 if self.narrow else self.element
 
     @property
-    def wide(self) -> int:
-        """Bytes of what is computed in float32 at least, as norms, scores and losses are."""
+    def wide_bytes(self) -> int:
+        """Bytes of an element that is computed in float32 or wider, as in norms, scores and losses."""
         return max(4, self.element)
 
     @property
@@ -109,7 +109,7 @@ class Setting(NamedTuple):
 
     @property
     def logit_bytes(self) -> int | None:
-        """Per logit, as the allocator has it."""
+        """Bytes per logit that the allocator keeps."""
         return self.allocator.fused_logit_bytes if self.fused_loss else self.allocator.logit_bytes
 
     @property
@@ -122,12 +122,11 @@ class Setting(NamedTuple):
         return self.whole_bytes(model) // self.sp
 
     def whole_bytes(self, model: ModelConfig) -> int:
-        """Bytes of a hidden state of all tokens that the tensor-parallel ranks have together, which blocks work
-        with."""
+        """Bytes of the hidden state that blocks compute with: of all tokens of the tensor-parallel ranks."""
         return self.tokens * model.hidden_size * self.element
 
     def travelling(self, model: ModelConfig) -> int:
-        """Bytes of all tokens' hidden state while it is gathered or scattered: several samples are put in order."""
+        """Bytes of all tokens' hidden state while gathered or scattered: several samples need a reordered copy."""
         return self.whole_bytes(model) * (1 if self.micro_batch_size == 1 else 2)
 
     def groups(self, sizes: Sizes) -> float:

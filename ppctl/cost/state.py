@@ -1,8 +1,8 @@
 """Bytes of model state on one device, all the time or only while a stage computes, and peaks over a schedule.
 
-Knows the precision recipes of `train/mixed_precision.py`, how sharding divides them, and in which order
-`train/trained_weights.py` makes and frees what `full` sharding gathers (decision 21). Must not know layers'
-activations, or of schedules more than their order of F, B and W.
+Knows the precision recipes of `train/mixed_precision.py`, how sharding divides state, and in which order
+`train/trained_weights.py` makes and frees weights that `full` sharding gathers (decision 21). Must not know layers'
+activations, or more of schedules than their order of F, B and W.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def state_bytes(
 ) -> State:
     """Weights, gradients and optimizer state of `count` parameters while a step uses them.
 
-    Of what Muon moves the state is one moment, as wide as a gradient, and not two.
+    Matrices that Muon updates have one moment, as wide as a gradient, instead of two.
 
-    Sharding divides the optimizer's state, in which there is a master of every weight then. Weights and
-    gradients are whole, since gradients are summed once a step; with `full` only for as long as `Passing` says.
+    Sharding divides the optimizer's state, which then has a master of every weight. Weights and gradients are whole,
+    since gradients are summed once a step; with `full` only for the time in `Passing`.
     """
     dense, experts = on_device(count, sizes)
     whole = dense + experts
@@ -96,7 +96,7 @@ def saved_bytes(
     count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, muon: Orthogonalised = ADAMW_ALONE
 ) -> int:
     """Bytes of optimizer state that a rank writes to a checkpoint: the masters and moments of `count` parameters. Under
-    sharding only the rank's part of them counts. A matrix that Muon moves has one moment, AdamW's have two."""
+    sharding only the rank's part of them counts. Muon's matrices have one moment, AdamW's two."""
     dense, experts = on_device(count, sizes)
     if sharding == "none":
         return (dense + experts) * precision.shared_optimizer - sum(muon.on(sizes)) * precision.gradient
@@ -104,14 +104,14 @@ def saved_bytes(
 
 
 def shared(dense: int, experts: int, sizes: ParallelSizes, muon: Orthogonalised = ADAMW_ALONE) -> int:
-    """The number of parameters in one rank's shard: an equal part of all but the matrices that Muon moves, and of these
-    matrices what the rank that owns most has."""
+    """The number of parameters in the largest shard of a rank: an equal part of AdamW's, and Muon's matrices of the
+    rank that owns most."""
     matrices = muon.on(sizes)
     return -((matrices[0] - dense) // (sizes.dp * sizes.cp)) - ((matrices[1] - experts) // sizes.edp) + muon.owned
 
 
 _FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
-"""Matrices that Megatron stacks on another one, so that one product reads both."""
+"""Matrices that Megatron stacks on another matrix, so that one product computes both."""
 
 
 def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes) -> int:
@@ -139,13 +139,13 @@ class Ends(NamedTuple):
     """Bytes that the operations of a backward free and need, by stage."""
 
     frees: Mapping[Op, Sequence[int]]
-    """Bytes that an operation frees of what its microbatch held: B and W the rest; I all but what waits for its W."""
+    """Bytes of its microbatch that an operation frees: B and W all that is left; I all but what waits for its W."""
     needs: Mapping[Op, Sequence[int]]
-    """Beside all that is held while they run."""
+    """Further bytes while the operation runs."""
 
 
 def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
-    """Backwards of which nothing is known but that they end with their W, if they are split."""
+    """The Ends of backwards that free everything in B or W."""
     needs = [0] * len(kept) if while_backward is None else while_backward
     return Ends(dict.fromkeys(LIFE_ENDS, kept), dict.fromkeys(LIFE_ENDS, needs))
 
@@ -153,9 +153,9 @@ def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
 def ends_of(
     kept: Sequence[int], while_backward: Sequence[int], while_inputs: Sequence[int], deferred: Sequence[Operands]
 ) -> Ends:
-    """The backwards of stages that keep `kept` from their F on; `deferred` says what they keep for W. A B needs
-    `while_backward` beside, an I `while_inputs`. An I frees what its layers kept while it puts their operands off: it
-    needs most with the last layer or the first."""
+    """The Ends of stages that keep `kept` from their F on, and `deferred` for W. A B needs `while_backward` further
+    bytes, an I `while_inputs`. An I frees its layers' bytes while it adds their operands: it needs most at the first or
+    the last."""
     later = [each.kept for each in deferred]
     grown = [
         more + max(0, each.kept - own) if each.in_inputs is None else each.in_inputs
@@ -166,7 +166,7 @@ def ends_of(
 
 
 def fetched_at_once(held: Sequence[int]) -> Ends:
-    """Backwards of stages that hold `held` on the host: the first half fetches it, and nothing is left for W."""
+    """The Ends of stages that hold `held` on the host: B or I fetches all of it, and nothing is left for W."""
     none = [0] * len(held)
     return Ends({B: held, I: held, W: none}, dict.fromkeys((B, I, W), none))
 
@@ -178,12 +178,12 @@ def peaks(
     while_backward: Sequence[int] | None = None,
     ends: Ends | None = None,
 ) -> tuple[int, int]:
-    """(activations in flight, their bytes) of one rank, each at its largest.
+    """(the most activations in flight, their most bytes) of one rank.
 
-    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W if the backward is split,
-    and holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
-    (what is computed again) while its backward does. Exact, since a rank runs its list in order. One walk for both:
-    plans hold many actions. `ends` says what the halves of split backwards free; else all is free after W.
+    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W if the backward is split, and
+    holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
+    (what is computed again) while its backward does. Exact, since a rank runs its list in order. One pass for both,
+    since lists are long. `ends` says what the halves of split backwards free; else all is free after W.
     """
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     alive = most = held = largest = 0
@@ -209,22 +209,22 @@ def peaks(
 
 
 class Passing(NamedTuple):
-    """State of one stage under sharding of gradients, in bytes, which lives only while the stage computes.
+    """Bytes of one stage's state, under sharding of gradients, that live only while the stage computes.
 
-    Gradients are made by its first backward, and freed when the sums of the rank's next stage (or the step's
-    end) have waited for theirs. Under `full` sharding weights are gathered beside the forward before the stage's first
-    one, whole from there, and freed after its last backward. Each comes with a copy on its way, bucket by bucket.
+    Its first backward makes gradients; they are freed when the sums of the rank's next stage (or the step's end) have
+    waited for their sums. Under `full` sharding weights are gathered during the forward before the stage's first, and
+    freed after its last backward. Both need a copy on the way, bucket by bucket.
     """
 
     weights: int
-    """0 if they are whole all the time."""
+    """Bytes of whole weights; 0 if they are always whole."""
     gradients: int
     parts: int
     """This rank's part of the summed gradients, from their summing to the step's end."""
     arriving: int
-    """Beside the weights until they are whole: what this rank sends, and a bucket's copy."""
+    """Further bytes until the weights are whole: the bytes that this rank sends, and a bucket's copy."""
     leaving: int
-    """Beside the gradients while they are summed: a bucket's copy, and the parts of the buckets before."""
+    """Further bytes while gradients are summed: a bucket's copy, and the parts of earlier buckets."""
 
 
 class Most(NamedTuple):
@@ -233,7 +233,7 @@ class Most(NamedTuple):
     weights: int
     gradients: int
     total: int
-    """The peak of weights, gradients, activations and what is on its way."""
+    """The peak of weights, gradients, activations and copies on the way."""
 
 
 def passing(
@@ -244,25 +244,25 @@ def passing(
     limit: int = BUCKET_ELEMENTS,
     muon: Orthogonalised = ADAMW_ALONE,
 ) -> Passing:
-    """State of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more. `matrices`
-    are the elements of the largest dense tensor and of the largest one of experts. Dense tensors, which are the first
-    of every layer, travel before experts: other ranks share those."""
+    """The Passing of a stage's parameters, of which `limit` elements, or one larger tensor, travel together. `matrices`
+    are the elements of the largest dense tensor and of the largest stack of experts. Dense tensors travel first: they
+    come first in a layer, and are shared with other ranks than experts are."""
     every, part = on_device(count, sizes), shared(*on_device(count, sizes), sizes, muon)
     owned, ways = muon.on(sizes), (sizes.dp * sizes.cp, sizes.edp)
     equal = [
         (elements - moved, matrix, 1, ranks)
         for elements, moved, matrix, ranks in zip(every, owned, matrices, ways, strict=True)
     ]
-    # Matrices that Muon moves travel in buckets of their own; an owner has the same share of each bucket as of all.
+    # Muon's matrices travel in buckets of their own; an owner is assumed to have the same share of each.
     groups = [*equal, (sum(owned), max(matrices), muon.owned, sum(owned))] if muon.owned else equal
-    whole, copied, leaving, there = sum(every), 0, 0, 0
+    whole, copied, leaving, most = sum(every), 0, 0, 0
     for elements, matrix, some, of in groups:
         copy = min(elements, max(limit, matrix))
         copied = max(copied, copy)
         # A bucket's copy is made beside its tensors; when the rank's part is made, all tensors but the last are free.
         making = max(copy, min(matrix, copy) - -copy * some // of)
-        leaving = max(leaving, there - -(elements - copy) * some // of + making)
-        there -= -elements * some // of
+        leaving = max(leaving, most - -(elements - copy) * some // of + making)
+        most -= -elements * some // of
     weight, gradient = precision.weight, precision.gradient
     return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient)
 
@@ -278,9 +278,9 @@ def most(
     received: Sequence[int] | None = None,
     calls: int = 1,
 ) -> Most:
-    """Over the list of a rank that has `stages`, which runs `calls` times a step; activations by stage are as `peaks`
-    takes them. Gradients are summed in the last call. Of a microbatch `received[stage]` bytes came as a message: such
-    memory is used again, and not given back."""
+    """The Most over the list of a rank that has `stages`, run `calls` times a step; activations by stage are as in
+    `peaks`. Gradients are summed in the last call. Of a microbatch, `received[stage]` bytes came as a message: their
+    memory is reused, never freed."""
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     returned = INPUT_GRADIENTS if I in frees else LIFE_ENDS
     came = [0] * len(bytes_of) if received is None else received
@@ -288,7 +288,7 @@ def most(
     left = Counter(stage for op, stage, _ in actions if op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)
     held = waiting = pool = total = now = 0
-    """Bytes of activations; of those that came as messages; of the memory for such; and the most of all so far."""
+    """Bytes of activations; of received ones among them; of memory for received ones; and the most of all so far."""
     for call in range(calls - min(calls, 3), calls):  # calls between the first and the last are alike
         for action in actions:
             op, stage, _ = action
@@ -349,7 +349,7 @@ class _RankMoments:
             self._changed()
 
     def reduce(self, stage: int, beside: int) -> None:
-        """Weights go, the sums of the stage before are there, and this one's leave."""
+        """Sum a stage's gradients: its weights are freed, the previous stage's sums have arrived."""
         self.weights.pop(stage, None)
         self.gradients.pop(self.leaving if self.leaving is not None else -1, None)
         self.leaving = stage

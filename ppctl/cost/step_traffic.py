@@ -22,7 +22,7 @@ _NUMBER = 8
 
 
 class Sums(NamedTuple):
-    """How gradients are summed, and weights sharded."""
+    """How gradients are summed and weights are sharded."""
 
     sharding: str
     """How optimizer state and weights are sharded over replicas; `none` also if there is only one replica."""
@@ -53,9 +53,9 @@ class Stages(NamedTuple):
     pp_rank: int
 
     @classmethod
-    def each(cls, model: ModelConfig, of: Sequence[Sequence[Sequence[Layer]]]) -> Iterator[Stages]:
-        """The stages from the view of each pp_rank, in the order of pp_ranks."""
-        kinds = [tuple((*layer_kinds(model, held), holds_final_norm(model, held)) for held in own) for own in of]
+    def each(cls, model: ModelConfig, stages: Sequence[Sequence[Sequence[Layer]]]) -> Iterator[Stages]:
+        """Yield the stages as seen from each pp_rank, in order."""
+        kinds = [tuple((*layer_kinds(model, held), holds_final_norm(model, held)) for held in own) for own in stages]
         alike = {
             kind: {
                 name: row
@@ -63,12 +63,12 @@ class Stages(NamedTuple):
                 for name, row in stage_parameters(model, layers).items()
                 if row.gradient != "none" and row.copy_of in (None, name)
             }
-            for kind, own in dict(zip(kinds, of, strict=True)).items()
+            for kind, own in dict(zip(kinds, stages, strict=True)).items()
         }
         normed = [[*alike[kind].values()] for kind in kinds]
-        uses = [sum(len(embedding_uses(model, layers)) for layers in own) for own in of]
-        routers = max(sum(routers_with_losses(model, layers) for layers in own) for own in of)
-        return (cls(of, normed, uses, routers, pp_rank) for pp_rank in range(len(of)))
+        uses = [sum(len(embedding_uses(model, layers)) for layers in own) for own in stages]
+        routers = max(sum(routers_with_losses(model, layers) for layers in own) for own in stages)
+        return (cls(stages, normed, uses, routers, pp_rank) for pp_rank in range(len(stages)))
 
     @property
     def own(self) -> Sequence[Sequence[Layer]]:
@@ -79,7 +79,7 @@ class Stages(NamedTuple):
 def once_a_step(
     model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums, *, sequence_parallel: bool
 ) -> Traffic:
-    """All that a rank of this pp_rank sends after its microbatches; if a cut is uneven, what the first rank sends."""
+    """The traffic of a rank of this pp_rank after its microbatches; if a cut is uneven, that of the first rank."""
     found = step_sums(model, stages.own, sizes, sums, sequence_parallel)
     if sums.owned:
         _matrices(found, model, stages.own, sizes, sums)
@@ -91,7 +91,7 @@ def once_a_step(
 
 
 def _reports(found: Traffic, stages: Stages, sizes: ParallelSizes) -> None:
-    """A row of numbers of every rank, gathered along one axis after another (`comm/groups.py`)."""
+    """Note each rank's row of numbers, gathered along one axis after another (`comm/groups.py`)."""
     size = _NUMBER * (REPORTED + sizes.vpp + stages.routers)
     for axis in ("pp", "dp", "cp", "tp"):
         if (ranks := getattr(sizes, axis)) > 1:
@@ -100,23 +100,23 @@ def _reports(found: Traffic, stages: Stages, sizes: ParallelSizes) -> None:
 
 
 def _norms(found: Traffic, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
-    """The squared norms of divided gradients, and then each parameter's norm from its pp_rank."""
-    rows, wide = stages.normed[stages.pp_rank], max(4, sums.weight)
+    """Note the sums of squared norms of divided gradients, and then each parameter's norm from its pp_rank."""
+    rows, width = stages.normed[stages.pp_rank], max(4, sums.weight)
     if sums.sharding != "none":
         for axis, ranks, own in _groups(list(rows), sizes):
-            found.note(axis, "all_reduce", 2 * wide * len(own) * (ranks - 1) / ranks)
+            found.note(axis, "all_reduce", 2 * width * len(own) * (ranks - 1) / ranks)
     parts = Parts(*(Place(0, getattr(sizes, axis)) for axis in Parts._fields))
     for axis in ("tp", "etp", "ep"):
         divided = sum(axis in parts.splits(row) for row in rows)
         if divided:
             ranks = getattr(sizes, axis)
-            found.note(axis, "all_reduce", 2 * wide * divided * (ranks - 1) / ranks)
+            found.note(axis, "all_reduce", 2 * width * divided * (ranks - 1) / ranks)
     if sizes.pp > 1:
-        found.note("pp", "all_gather", wide * max(map(len, stages.normed)) * (sizes.pp - 1))
+        found.note("pp", "all_gather", width * max(map(len, stages.normed)) * (sizes.pp - 1))
 
 
 def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
-    """Each use's gradient of a table that stages of several ranks share, from its rank to the others."""
+    """Note the gradients of a table that stages of several ranks use: each use's goes to the other ranks."""
     uses = stages.uses
     ranks = sum(1 for number in uses if number)
     if ranks < 2 or not uses[stages.pp_rank]:
@@ -163,8 +163,8 @@ def step_sums(
 
 
 def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: ParallelSizes, width: int) -> int:
-    """The most bytes of a stage's gradients that are copied at once to be summed over replicas, each `width` wide. A
-    bucket's copy is made beside its gradients; a tensor that is a bucket of its own is summed where it lies."""
+    """The most bytes of a stage's gradients, each `width` wide, that are copied to be summed over replicas. A bucket's
+    copy is made beside its gradients; a tensor that is a bucket by itself is summed in place."""
     rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
     sums = [
         bucket
@@ -177,8 +177,8 @@ def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: Parallel
 def _matrices(
     found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
 ) -> None:
-    """Note that gradients of the matrices that Muon moves go to their owners, and weights come back: for each bucket
-    one reduce and one broadcast per owner (`parallel/shard.py`)."""
+    """Note that gradients of Muon's matrices go to their owners, and weights come back: for each bucket one reduce and
+    one broadcast per owner (`parallel/shard.py`)."""
     named = [
         {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
         for layers in stages
@@ -199,8 +199,7 @@ def _matrices(
 
 
 def _groups(rows: list[Parameter], sizes: ParallelSizes) -> Iterator[tuple[str, int, list[Parameter]]]:
-    """(axis, ranks, rows) of the groups that hold the same parameters, without groups of one rank, which send
-    nothing."""
+    """Yield (axis, ranks, rows) of the groups that hold the same parameters, without groups of one rank."""
     # Otherwise copies of experts are on the ranks of the other weights' copies.
     apart = any(getattr(sizes, axis) > 1 for axis in ("tp", "cp", "ep", "etp"))
     dense = "cp-dp" if sizes.cp > 1 else "dp"
@@ -225,7 +224,7 @@ def _note_gradient_sum(found: Traffic, axis: str, ranks: int, bucket: Sequence[i
 
 
 def buckets(elements: Iterable[int], limit: int = BUCKET_ELEMENTS) -> Iterator[list[int]]:
-    """Neighbours, as many as fit into `limit` elements; a larger one is a bucket of its own."""
+    """Yield neighbouring parameters in groups of at most `limit` elements; a larger parameter is a bucket by itself."""
     bucket: list[int] = []
     for size in elements:
         if bucket and sum(bucket) + size > limit:

@@ -1,10 +1,9 @@
 """The work of one device for one microbatch in one layer, the seconds of that work, and the seconds of messages.
 
-Work is counted by the parts of a layer, which go by the names that recomputation uses, so that what is done again has a
-price. Operations, bytes through memory, kernels and communication are added up, each at the stated share of the
-device's peak: nothing is taken to hide behind another, but context parallelism's ring behind its scores, and a share
-of tensor parallelism's collectives behind products in a stack that has kernels for it. Must not know schedules or
-stages.
+Work is counted by the parts of a layer, by the names that recomputation uses, so that repeated work has a price.
+Operations, bytes through memory, kernels and communication are added up, each at the stated share of the device's peak:
+nothing overlaps, except context parallelism's ring with its scores, and a share of tensor parallelism's collectives
+with products in a stack that has kernels for it. Must not know schedules or stages.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ ACCUMULATED = 8
 """Bytes that adding one gradient in fp32 moves: read and write."""
 
 BACKWARD_SCORES = 2.5
-"""A fused attention's backward makes the scores again: five products for the forward's two."""
+"""A fused attention's backward computes the scores again: five products for the forward's two."""
 
 
 NARROWING = 6
-"""Kernels that narrow one expert's rows in a forward: amax, cast and transposed cast of two inputs."""
+"""Kernels that cast one expert's rows to 8 bits in a forward: amax, cast and transposed cast of two inputs."""
 
 NARROWED = 4
-"""Bytes that making one 16-bit element an 8-bit one moves: read once, written for rows and for columns."""
+"""Bytes moved to cast one 16-bit element to 8 bits: read once, written for rows and for columns."""
 
 
 class Work(NamedTuple):
@@ -45,19 +44,19 @@ class Work(NamedTuple):
 
     module: str
     matmul: float = 0.0
-    """Operations in products with weights; the backward does as many for its inputs and again for the weights, unless
+    """Operations in products with weights; the backward needs as many for its inputs and again for the weights, unless
     `back` says otherwise."""
     scores: float = 0.0
-    """Operations of attention's scores and weighted values; the backward does 2.5 times as many, all for its inputs."""
+    """Operations of attention's scores and weighted values; the backward needs 2.5 times as many, for its inputs."""
     inputs: float = 0.0
-    """Elements that the products read: 8-bit products have them narrowed first, and their gradients in the backward."""
+    """Elements that the products read: cast first for 8-bit products, as their gradients are in the backward."""
     traffic: float = 0.0
-    """Bytes through memory of what is no product."""
+    """Bytes through memory of operations other than products."""
     weights: float = 0.0
-    """Parameters that are read, and whose gradients are added up."""
+    """Parameters that are read, and whose gradients are accumulated."""
     kernels: int = 0
     groups: float = 0.0
-    """Experts of the device: 8-bit products narrow the rows of each by kernels of their own."""
+    """Experts of the device: 8-bit products cast the rows of each by separate kernels."""
     tensor: float = 0.0
     """Bytes that a device sends to its tensor-parallel group in a forward."""
     tensor_back: float = 0.0
@@ -106,7 +105,7 @@ def _measured(rows: Sequence[Parameter], cost: LayerCost, setting: Setting) -> l
     batch, length, flops = setting.micro_batch_size, setting.seq_length, cost.flops
     weights = sum(row.elements for row in rows)
     matmul, scores = batch * length * flops.token, batch * length**2 * flops.pair
-    kernels = 4 * len(rows)  # of a product, and three of what is beside it
+    kernels = 4 * len(rows)  # a product, and three other kernels
     traffic = 3 * cost.kept.of(batch, length)
     back = None if cost.back is None else (cost.back[0].of(batch, length), cost.back[1].of(batch, length))
     trained = None if back is None else sum(row.elements for row in rows if row.gradient != "none")
@@ -120,9 +119,9 @@ def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Wor
     """The products of one attention on one device, by the module whose recomputation repeats them. FLOPs and bytes are
     of one microbatch's forward."""
     sizes, tokens, element = Sizes.of(model), setting.tokens, setting.element
-    h, heads, tp, over = sizes.hidden, sizes.heads, setting.sizes.tp, setting.sizes.tp * setting.sizes.cp
-    flops = attention_flops(model, setting.micro_batch_size, setting.seq_length) / over
-    scores = score_flops(sizes, setting.micro_batch_size, setting.seq_length) / over
+    h, heads, tp, parts = sizes.hidden, sizes.heads, setting.sizes.tp, setting.sizes.tp * setting.sizes.cp
+    flops = attention_flops(model, setting.micro_batch_size, setting.seq_length) / parts
+    scores = score_flops(sizes, setting.micro_batch_size, setting.seq_length) / parts
     rows = _rows(sizes, "attention", moe=False)
     up = 2 * tokens * _held([row for row in rows if row.recomputed and row.is_matrix], setting.sizes)
     if sizes.latent:
@@ -139,19 +138,20 @@ def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Wor
 
 def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Work]:
     """The products and traffic of one feed-forward on one device, by the module whose recomputation repeats them."""
-    sizes, over, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
-    h, tp, matrices = sizes.hidden, over.tp, 3 if sizes.gated else 2
-    flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * over.cp)
-    block, local = ("moe", sizes.experts / over.ep) if moe else ("feed_forward", 0.0)
-    weights = _held([row for row in _rows(sizes, block, moe) if row.role in ("matrix", "expert")], over)
+    sizes, axes, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
+    h, tp, matrices = sizes.hidden, axes.tp, 3 if sizes.gated else 2
+    flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * axes.cp)
+    block, local = ("moe", sizes.experts / axes.ep) if moe else ("feed_forward", 0.0)
+    weights = _held([row for row in _rows(sizes, block, moe) if row.role in ("matrix", "expert")], axes)
     if not moe:
         width = sizes.ffn / tp
         yield Work("mlp", matmul=flops, inputs=tokens * (h + width), weights=weights, kernels=3)
         yield Work("mlp", traffic=matrices * tokens * width * element, kernels=2)
         return
     inner = model.moe_router_topk * sizes.expert / tp
-    copies = model.moe_router_topk * h * over.etp / tp
-    beside = 2 * tokens * h * (matrices * sizes.shared + sizes.experts) / tp  # shared experts, and the router
+    copies = model.moe_router_topk * h * axes.etp / tp
+    # shared experts' and the router's products
+    beside = 2 * tokens * h * (matrices * sizes.shared + sizes.experts) / tp
     yield Work("moe", matmul=beside)
     yield Work(
         "experts", matmul=flops - beside, inputs=tokens * (copies + inner), weights=weights, kernels=12, groups=local
@@ -159,8 +159,8 @@ def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[W
     moved = 2 * copies + copies + h / tp
     yield Work("moe", traffic=tokens * (moved * element + 16 * sizes.experts / tp), kernels=30)
     yield Work("moe_act", traffic=matrices * tokens * (inner + sizes.shared / tp) * element, kernels=3)
-    if over.ep * over.etp > 1:
-        yield Work("moe", experts=tokens * h * 2 * over.etp / tp, kernels=8)
+    if axes.ep * axes.etp > 1:
+        yield Work("moe", experts=tokens * h * 2 * axes.etp / tp, kernels=8)
 
 
 def _rows(sizes: Sizes, block: str, moe: bool) -> list[Parameter]:
@@ -180,11 +180,11 @@ class Dispatch(NamedTuple):
     at_once: bool
     """Whether messages over the network and over fast links run at the same time, not one after the other."""
     narrow: bool = False
-    """Whether rows go to experts in 8 bits where products are; results come back in 16."""
+    """Whether rows go to experts in 8 bits if products are in 8 bits; results come back in 16."""
 
 
 class Machine(NamedTuple):
-    """A device as kernels find it, and how the groups of its ranks lie on the machine."""
+    """A device's rates as kernels reach them, and how its ranks' groups lie on the machine."""
 
     device: Device
     efficiency: Efficiency
@@ -212,8 +212,8 @@ def machine_of(
     device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int = 1, stack: str = PPCTL
 ) -> Machine:
     """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`, `mxfp8` or `nvfp4`, as `stack`
-    uses it. ppctl's tokens go by `nodes`, in 16 bits. Megatron's go as DeepEP sends them: once to each domain, and to
-    each rank there at once."""
+    uses it. ppctl sends tokens by `nodes`, in 16 bits; Megatron as DeepEP does: once to each domain, and at the same
+    time to each rank there."""
     efficiency = efficiency_of(device, stack)
     routing = _fused_dispatch(device, sizes, model) if stack == MEGATRON else _dispatch(device, sizes, model, nodes)
     peaks = {"fp8": device.fp8_flops, "mxfp8": device.fp8_flops, "nvfp4": device.fp4_flops or device.fp8_flops}
@@ -221,7 +221,7 @@ def machine_of(
         rate = peaks[matmul_dtype] * device.sustained * efficiency.fp8_matmul
         return Machine(device, efficiency, sizes, rate, 1, True, routing)
     rate = device.bf16_flops * device.sustained * efficiency.matmul
-    if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
+    if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors hold half as many
         rate *= 0.5 if device.name == "cpu" else 1 / 16
         return Machine(device, efficiency, sizes, rate, 8, False, routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
@@ -246,13 +246,14 @@ def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: i
     domains, near = max(1.0, group / device.domain), min(group, device.domain)
     if nodes == 1:
         return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
-    between = (reached(model, nodes) + reached(model, expert_runs(model).number)) / 2 * (nodes - 1) / nodes  # both ways
+    # both directions
+    between = (reached(model, nodes) + reached(model, expert_runs(model).number)) / 2 * (nodes - 1) / nodes
     inside, fast = topk * (1 - nodes / sizes.ep), group <= device.domain
     return Dispatch(0.0 if fast else between, inside + between if fast else inside, at_once=False)
 
 
 def expert_seconds(size: float, machine: Machine) -> float:
-    """One dispatch or combine of `size` bytes of tokens, by the copies that travel over each kind of link."""
+    """Seconds of one dispatch or combine of `size` bytes of tokens, by the copies over each kind of link."""
     device, efficiency, dispatch = machine.device, machine.efficiency, machine.dispatch
     if size == 0.0 or machine.sizes.ep * machine.sizes.etp == 1:
         return 0.0
@@ -295,7 +296,8 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
     ahead = product + max(scores, ring) + plain + sent
-    if work.back is not None:  # measured: a frozen weight has no gradient, and none precedes the first trained one
+    # measured: frozen weights have no gradient, nor has anything before the first trained weight
+    if work.back is not None:
         inputs, weights = (operations / rate for operations in work.back)
         beside = plain + work.traffic / machine.memory
         return PartSeconds(ahead, inputs + beside if inputs else 0.0, weights + added if weights else 0.0)
@@ -309,7 +311,7 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
 
 
 def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collection[str] | None = ()) -> PartSeconds:
-    """The sum over parts; `recomputed` parts (none: all) run their forward again before their input gradient."""
+    """The sum over parts; `recomputed` parts (None: all) run their forward again before their input gradient."""
     parts = []
     for work in works:
         one = part_seconds(work, machine)
@@ -321,23 +323,23 @@ def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collectio
 
 
 def host_seconds(size: float, machine: Machine) -> float:
-    """`size` bytes one way between a device and its host."""
+    """Seconds of `size` bytes one way between a device and its host."""
     return size / (machine.device.host_link * machine.efficiency.link)
 
 
 def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
-    """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
+    """A stage's seconds if each forward and backward takes at least `copies` seconds."""
     inputs = max(seconds.input_gradient, copies - seconds.weight_gradient)
     return seconds._replace(forward=max(seconds.forward, copies), input_gradient=inputs)
 
 
 def message_seconds(size: float, machine: Machine) -> float:
-    """A message of `size` bytes to the next pp_rank, in a domain of fast links if all ranks are in one."""
+    """Seconds of a message of `size` bytes to the next pp_rank, over fast links if all ranks are in one domain."""
     return machine.device.latency + size / machine.link(machine.sizes.world)
 
 
 def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Machine) -> float:
-    """A reduce-scatter (or gather) of parameters' bytes over the ranks that hold the same ones."""
+    """Seconds of a reduce-scatter (or gather) of parameters' bytes over the ranks that hold the same parameters."""
     sizes, total = machine.sizes, 0.0
     for count, ranks, width in (
         (dense, sizes.dp * sizes.cp, sizes.tp * sizes.dp * sizes.cp),
@@ -354,5 +356,5 @@ def newton_schulz_seconds(operations: float, device: Device, stack: str = PPCTL)
 
 
 def optimizer_seconds(weights: float, gradients: float, optimizer: float, device: Device, stack: str = PPCTL) -> float:
-    """An AdamW step over this much state: gradients are read, moments and masters read and written, weights written."""
+    """Seconds of an AdamW step: gradients are read, moments and masters read and written, weights written."""
     return (weights + gradients + 2 * optimizer) / (device.memory_bandwidth * efficiency_of(device, stack).memory)

@@ -1,7 +1,7 @@
 """Collectives and messages of one rank for a microbatch: their number and bytes, by axis and kind.
 
-Bytes are what one rank of n sends in a ring, for a tensor of S bytes: all_gather and reduce_scatter S (n - 1) / n;
-all_reduce twice that; broadcast S (n - 1) / n; all_to_all all but the rank's own part; send S. Rows to experts are
+Bytes are those that one rank of n sends in a ring, for a tensor of S bytes: all_gather and reduce_scatter S (n - 1) /
+n; all_reduce twice that; broadcast S (n - 1) / n; all_to_all all but the rank's own part; send S. Rows to experts are
 spread evenly; a dispatch by node reaches the expected number of nodes.
 """
 
@@ -38,7 +38,7 @@ class Traffic(dict[Key, tuple[int, float]]):
         return self
 
     def add(self, other: Traffic, times: int = 1) -> Traffic:
-        """Add another rank's or layer's traffic, `times` times (-1: subtract what was counted too much)."""
+        """Add another rank's or layer's traffic, `times` times (-1: subtract it)."""
         for (axis, kind), (number, size) in other.items():
             self.note(axis, kind, times * size, times * number)
         return self
@@ -60,7 +60,7 @@ class Passes(NamedTuple):
     inputs: Traffic
     """The backward without `weights`, recomputation included."""
     weights: Traffic
-    """For the gradients that W makes if backwards are split."""
+    """The traffic of W, for weight gradients, if backwards are split."""
 
     @property
     def all(self) -> Traffic:
@@ -73,7 +73,7 @@ def _nothing() -> Passes:
 
 
 class _TensorAxis(NamedTuple):
-    """Exchanges of the ranks that divide weights, by the width of what they exchange; none if there is one rank."""
+    """Exchanges of the ranks that divide weights, by the width of the exchanged vectors; none for one rank."""
 
     setting: Setting
 
@@ -83,7 +83,7 @@ class _TensorAxis(NamedTuple):
         return Traffic().note("tp", "all_gather", self._whole(width))
 
     def total(self, width: float) -> Traffic:
-        """Summing over the ranks: a reduce-scatter where each keeps its own tokens alone, else an all-reduce."""
+        """A sum over the ranks: a reduce-scatter if each keeps only its own tokens, else an all-reduce."""
         if self.setting.sizes.tp == 1:
             return Traffic()
         if self.setting.sp > 1:
@@ -105,8 +105,9 @@ def layer_passes(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
     if kind.name == "loss":
         for _ in range(model.outputs):
             _column_parallel_input(found, tensor, h, waits=False)
-            found.forward.add(tensor.numbers(setting.wide * setting.tokens))  # the largest logit, and then the sums
-            found.forward.add(tensor.numbers(2 * setting.wide * setting.tokens))
+            # the maxima of logits, and then the sums
+            found.forward.add(tensor.numbers(setting.wide_bytes * setting.tokens))
+            found.forward.add(tensor.numbers(2 * setting.wide_bytes * setting.tokens))
         return found
     if kind.name in ("embedding", "mtp"):
         _row_parallel_output(found, tensor, h)
@@ -125,14 +126,14 @@ def _join(into: Passes, part: Passes) -> None:
 
 
 def _column_parallel_input(found: Passes, tensor: _TensorAxis, width: float, *, waits: bool = True) -> None:
-    """Traffic of a column-parallel product's input, which is gathered; `waits`: W computes the weights' gradients."""
+    """Add a column-parallel product's traffic: it gathers its input; `waits`: W computes the weights' gradients."""
     found.forward.add(tensor.gather(width))
     found.inputs.add(tensor.total(width))
     (found.weights if waits else found.inputs).add(tensor.gather(width))
 
 
 def _row_parallel_output(found: Passes, tensor: _TensorAxis, width: float) -> None:
-    """Traffic of a row-parallel product's output: the sum over ranks forward, a gather of its gradient backward."""
+    """Add a row-parallel product's traffic: the sum of its outputs forward, a gather of their gradient backward."""
     found.forward.add(tensor.total(width))
     found.inputs.add(tensor.gather(width))
 
@@ -145,14 +146,14 @@ def _block(tensor: _TensorAxis, width: float) -> Passes:
 
 
 def _expansion(model: ModelConfig, setting: Setting) -> Passes:
-    """Traffic that leads into an attention: hidden states, or compressed vectors."""
+    """Traffic of an attention's inputs: hidden states, or compressed vectors."""
     sizes, tensor, found = Sizes.of(model), _TensorAxis(setting), _nothing()
     if not sizes.latent:
         _column_parallel_input(found, tensor, sizes.hidden)
         return found
     _column_parallel_input(found, tensor, sizes.q_rank or sizes.hidden)
     _column_parallel_input(found, tensor, sizes.kv_rank)
-    found.forward.add(tensor.gather(sizes.turned))  # the keys' part that all heads share, which no product reads
+    found.forward.add(tensor.gather(sizes.turned))  # the part of keys that all heads share, read by no product
     found.inputs.add(tensor.total(sizes.turned))
     return found
 
@@ -175,19 +176,20 @@ def _context(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
 
 
 def _experts(model: ModelConfig, setting: Setting) -> Passes:
-    """Router, exchanges of rows and, beside them, shared experts."""
-    found, over, sizes = _nothing(), setting.sizes, Sizes.of(model)
+    """Traffic of the router, of rows sent to experts, and of shared experts."""
+    found, axes, sizes = _nothing(), setting.sizes, Sizes.of(model)
     if model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff:
         sequences = setting.micro_batch_size if model.moe_router_load_balancing_type == "seq_aux_loss" else 1
-        counts = 2 * sequences * sizes.experts * setting.wide
-        for axis, ranks in (("tp", setting.sp), ("cp", over.cp)):
+        counts = 2 * sequences * sizes.experts * setting.wide_bytes
+        for axis, ranks in (("tp", setting.sp), ("cp", axes.cp)):
             if ranks > 1:
                 found.forward.note(axis, "all_reduce", counts * (ranks - 1) / ranks)
-    if over.ep > 1:
-        numbers = sizes.experts / over.ep if setting.nodes == 1 else sizes.experts / setting.nodes + 2
-        found.forward.note("ep", "all_to_all", COUNT * numbers * (over.ep - 1))
-    if over.etp > 1:
-        found.forward.note("etp", "all_gather", COUNT * sizes.experts * (over.etp - 1))
+    if axes.ep > 1:
+        # by node: the node's experts, rows to the node, and sums from it
+        numbers = sizes.experts / axes.ep if setting.nodes == 1 else sizes.experts / setting.nodes + 2
+        found.forward.note("ep", "all_to_all", COUNT * numbers * (axes.ep - 1))
+    if axes.etp > 1:
+        found.forward.note("etp", "all_gather", COUNT * sizes.experts * (axes.etp - 1))
     _rows_to_experts(found, model, setting)
     if sizes.shared:
         _join(found, _block(_TensorAxis(setting), sizes.hidden))
@@ -195,23 +197,23 @@ def _experts(model: ModelConfig, setting: Setting) -> Passes:
 
 
 def _rows_to_experts(found: Passes, model: ModelConfig, setting: Setting) -> None:
-    """Rows and their weights to the experts, and results back; gradients of these there, and of those back."""
-    over, nodes, topk = setting.sizes, setting.nodes, model.moe_router_topk
+    """Add rows and their weights to the experts, and results back; in the backward gradients the opposite ways."""
+    axes, nodes, topk = setting.sizes, setting.nodes, model.moe_router_topk
     tokens = setting.tokens / setting.sp
     row, weight = model.hidden_size * setting.element, setting.element
     if nodes > 1:
-        there, back = tokens * reached(model, nodes), tokens * reached(model, expert_runs(model).number)
-        weights, over_network = there * topk * weight, (nodes - 1) / nodes
-        # A row's experts travel with their weights, and each way rows there and sums of runs back.
-        found.forward.note("ep-outer", "all_to_all", there * topk * EXPERT * over_network)
+        out, back = tokens * reached(model, nodes), tokens * reached(model, expert_runs(model).number)
+        weights, over_network = out * topk * weight, (nodes - 1) / nodes
+        # A row travels with its experts' numbers and weights; sums of runs travel back.
+        found.forward.note("ep-outer", "all_to_all", out * topk * EXPERT * over_network)
         for each in (found.forward, found.inputs):
-            each.note("ep-outer", "all_to_all", (weights + (there + back) * row) * over_network, 3)
-    ranks, axis = over.ep // nodes, "ep" if nodes == 1 else "ep-inner"
+            each.note("ep-outer", "all_to_all", (weights + (out + back) * row) * over_network, 3)
+    ranks, axis = axes.ep // nodes, "ep" if nodes == 1 else "ep-inner"
     for each in (found.forward, found.inputs):
         if ranks > 1:
             each.note(axis, "all_to_all", tokens * topk * (2 * row + weight) * (ranks - 1) / ranks, 3)
-        if over.etp > 1:
-            each.note("etp", "all_to_all", tokens * topk * (2 * row + weight) * (over.etp - 1), 3)
+        if axes.etp > 1:
+            each.note("etp", "all_to_all", tokens * topk * (2 * row + weight) * (axes.etp - 1), 3)
 
 
 def stage_passes(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Passes:
@@ -226,7 +228,7 @@ def stage_passes(model: ModelConfig, layers: Iterable[Layer], setting: Setting, 
                 found.inputs.add(again)
     for run in runs:
         for kind in layer_kinds(model, run):
-            # What an MTP module has around its layer is not recomputed.
+            # An MTP module's parts around its layer are not recomputed.
             found.inputs.add(layer_passes(model, kind._replace(name="decoder"), setting).forward)
         found.inputs.add(_unneeded(model, kind, setting), -1)
     return found
@@ -236,14 +238,14 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
     """Exchanges that the recomputed modules of a layer make again."""
     if "core_attn" in modules:
         context = _context(model, kind, setting).forward
-        if ("cp", "all_to_all") in context:  # the result's way back is after all that the backward needs
+        if ("cp", "all_to_all") in context:  # the exchange of results comes after all that the backward needs
             sizes, ranks = Sizes.of(model), exchanging(kind.cp_comm_type, setting.sizes, setting.levels)
             result = sizes.heads / setting.sizes.tp * sizes.value_head * (ranks - 1) / ranks
             context.note("cp", "all_to_all", -result * setting.tokens * setting.element, -1)
         yield context
     if "mla_up_proj" in modules and Sizes.of(model).latent:
         expansion = _expansion(model, setting).forward
-        if Sizes.of(model).q_rank is None:  # the queries' product is outside
+        if Sizes.of(model).q_rank is None:  # the queries' product is outside the recomputed module
             expansion.add(_TensorAxis(setting).gather(model.hidden_size), -1)
         yield expansion
     block = "moe" if kind.moe else "mlp"
@@ -253,8 +255,9 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
 
 
 def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
-    """The last sum of what is recomputed, if nothing after it is saved for the backward: torch stops before it. After
-    it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout."""
+    """The sum over tp at the end of a recomputed forward, which recomputation skips: torch stops after the last saved
+    tensor. Empty if something later is saved: an auxiliary loss, or dropout unless only the feed-forward block is
+    recomputed (`inside`)."""
     balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff
     kept = kind.moe and (balanced or model.moe_z_loss_coeff or not model.moe_shared_expert_intermediate_size)
     if kept or (model.hidden_dropout and not inside):

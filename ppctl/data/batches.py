@@ -28,18 +28,18 @@ class StepBatch:
     tokens: torch.Tensor
     """[m, b, s] int64."""
     labels: torch.Tensor
-    """[m, b, s] int64: the token that follows each."""
+    """[m, b, s] int64: the token after each of `tokens`."""
     loss_mask: torch.Tensor
     """[m, b, s] float32: 1 if the label counts. Samples of text are cut from one array and never padded: all ones,
-    unless documents' ends mask it. Of conversations the answers count."""
+    unless documents' ends are masked. In conversations the answers count."""
     total_tokens: int
-    """Unmasked labels of the whole global batch, over all dp ranks: what the loss is averaged over."""
+    """Unmasked labels of the whole global batch, over all dp ranks: the divisor of the loss."""
     checksum: int
-    """CRC-32 of the global batch's sample ids, equal on all ranks that read (`check_same_samples`)."""
+    """CRC-32 of the global batch's sample ids, equal on all ranks that read data (`check_same_samples`)."""
     positions: torch.Tensor | None = None
     """[m, b, s] int64, if positions restart in every document."""
     documents: tuple[Lengths, ...] | None = None
-    """For each micro-batch the lengths of its rows' documents, if these are kept separate."""
+    """For each micro-batch the lengths of its rows' documents, if documents are kept separate."""
 
 
 @dataclass(eq=False)
@@ -47,11 +47,10 @@ class Batches:
     """The run's batches by step number; nothing is kept between calls, so any step can be asked for at any time.
 
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
-    goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
-    later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
-    Steps take global_batch_size samples; while a batch grows (`rampup`) they take fewer.
-    `sample_order` is the version of the sampler's rule, which a run keeps for its whole life.
-    `end` says what a document's end does to loss, positions and attention.
+    goes on with step k. `consumed_samples` is the data position at `first_step` (both 0 for a new run); later positions
+    follow from it, so that another global_batch_size after a resume neither skips nor repeats a sample. Steps take
+    global_batch_size samples, fewer while a batch grows (`rampup`). `sample_order` is the version of the sampler's
+    rule, which a run keeps for its whole life. `end` says how a document's end affects loss, positions and attention.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
     """
 
@@ -119,8 +118,8 @@ class Batches:
 
 
 def positions(tokens: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
-    """How far each of `tokens` [..., s] is from the first of its document: a mark belongs to the one that it ends, and
-    a sample that begins or stops within a document has a part of it, which counts as one."""
+    """The distance of each of `tokens` [..., s] from its document's first token. An end mark belongs to the document
+    that it ends; the part of a document in a sample counts as a document."""
     places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     begins = np.zeros_like(tokens)
     begins[..., 1:] = np.where(tokens[..., :-1] == end, places[..., 1:], 0)
@@ -136,8 +135,8 @@ def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
 def find_documents(
     tokens: torch.Tensor, end: DocumentEnd, places: npt.NDArray[np.int64] | None = None
 ) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
-    """A StepBatch's `positions` and `documents`, each None if `end` does not ask for it: from its `tokens`, unless the
-    data itself says the `places` of tokens in their documents."""
+    """A StepBatch's `positions` and `documents`, each None if `end` does not need it: from its `tokens`, or from the
+    `places` of tokens in their documents if the data has them."""
     if not (end.restarts_positions or end.separates):
         return None, None
     restarting = positions(tokens.numpy(), end.token) if places is None else places
@@ -148,8 +147,8 @@ def find_documents(
 class HeldOutBatches:
     """The batches of an evaluation: always the same, in the run's own proportions, each sample counted once.
 
-    At most `steps` of them, and no more than it takes to see every sample. If a sample comes again (to fill the last
-    batch, or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
+    At most `steps` batches, and no more than needed for every sample. If a sample comes again (to fill the last batch,
+    or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
     """
 
     def __init__(self, batches: Batches, steps: int) -> None:
@@ -163,7 +162,7 @@ class HeldOutBatches:
         self.num_batches = int(np.flatnonzero(self._fresh.any(axis=1))[-1]) + 1
         self.num_samples = int(fresh.sum())
         self.checksum = checksum(ids)
-        """Equal on all ranks that read."""
+        """A checksum, equal on all ranks that read data."""
 
     def batch(self, number: int) -> StepBatch:
         """This dp rank's share of batch `number`, from 0."""
@@ -186,7 +185,7 @@ class RankData:
 
     @property
     def end(self) -> DocumentEnd:
-        """The token that ends a document, and what follows from it."""
+        """The token that ends a document, and its effects."""
         return NO_END if self.data is None else self.data.end
 
     @property
@@ -204,7 +203,7 @@ class RankData:
         return self._of(self.data.training, sample_order, rampup, first_step, consumed_samples)
 
     def held_out_batches(self, sample_order: int = SAMPLE_ORDER) -> HeldOutBatches | None:
-        """This rank's share of what an evaluation reads; None as well if the config names no such data."""
+        """This rank's share of the evaluation's samples; None without such data, or if no stage needs tokens."""
         if self.data is None or self.data.held_out is None:
             return None
         return HeldOutBatches(self._of(self.data.held_out, sample_order), self.config.train.eval_steps)

@@ -1,8 +1,8 @@
 """A blend: samples of one corpus, or of several in fixed proportions, each in an order of its own.
 
 Slot k of quota n comes at (2k + 1) / 2n of the cycle (stride scheduling), so that every stretch of the cycle holds each
-corpus in its proportion; the cycle repeats. Position p of the run is therefore a few integer operations, as it is of
-one corpus, and of each corpus every sample comes once before any comes again.
+corpus in its proportion; the cycle repeats. So the sample at any position of the run takes a few integer operations, as
+with one corpus, and every sample of a corpus comes once before any comes again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ppctl.data.sampler import Ids
 
 @dataclass(frozen=True, eq=False)
 class Blend:
-    """`quotas[i]` of every sum(quotas) samples come from `corpora[i]`; without quotas they are drawn as of one corpus.
-    Sample ids count through all corpora in order."""
+    """`quotas[i]` of every sum(quotas) samples come from `corpora[i]`; without quotas samples are drawn as from one
+    corpus. Sample ids count through all corpora in order."""
 
     corpora: tuple[Corpus | ConversationRows, ...]
     quotas: tuple[int, ...] | None = None
 
     @cached_property
     def digest(self) -> str:
-        """Names the corpora, their order and their quotas; of one corpus without a quota it is that corpus's own."""
+        """A digest of the corpora, their order and quotas; for one corpus without a quota its own digest."""
         if len(self.corpora) == 1 and self.quotas is None:
             return self.corpora[0].digest
         parts = [corpus.digest for corpus in self.corpora]
@@ -42,8 +42,8 @@ class Blend:
         """One line for people."""
         shares = self.quotas or [1] * len(self.corpora)
         total = sum(shares)
-        how = [f"{share / total:.1%} of " if self.quotas else "" for share in shares]
-        return " and ".join(f"{part}{corpus.description}" for part, corpus in zip(how, self.corpora, strict=True))
+        parts = [f"{share / total:.1%} of " if self.quotas else "" for share in shares]
+        return " and ".join(f"{part}{corpus.description}" for part, corpus in zip(parts, self.corpora, strict=True))
 
     def num_samples(self, seq_length: int) -> int:
         """The number of samples of all corpora. Raises DataError if a corpus has no sample."""
@@ -60,10 +60,10 @@ class Blend:
         firsts = self._firsts(seq_length)
         ids = np.empty(count, dtype=np.int64)
         for number, quota in enumerate(self.quotas):
-            here = which[slots] == number
-            positions = cycles[here] * quota + turn[slots[here]]
+            own_slots = which[slots] == number
+            positions = cycles[own_slots] * quota + turn[slots[own_slots]]
             size = int(firsts[number + 1] - firsts[number])
-            ids[here] = firsts[number] + sampler.draw(sampler.seed_of(seed, number), positions, size, sample_order)
+            ids[own_slots] = firsts[number] + sampler.draw(sampler.seed_of(seed, number), positions, size, sample_order)
         return ids
 
     def span(self, seq_length: int) -> int:
@@ -81,8 +81,8 @@ class Blend:
         return windows
 
     def details(self, ids: Ids, seq_length: int) -> Details | None:
-        """Which labels of samples `ids` count, and where their documents begin, both [*ids.shape, seq_length]; None
-        if marks in the tokens say it."""
+        """Which labels of samples `ids` count, and where their documents begin, both [*ids.shape, seq_length]; None if
+        marks in the tokens show this."""
         shape = (*ids.shape, seq_length)
         counts, places = np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
         for corpus, here, own in self._sorted(ids, seq_length):
@@ -116,7 +116,7 @@ class Blend:
 
     @cached_property
     def _cycle(self) -> tuple[Ids, Ids]:
-        """For each slot of the cycle: its corpus, and how many slots that had before in this cycle."""
+        """For each slot of the cycle: its corpus, and how many earlier slots of the cycle that corpus has."""
         assert self.quotas is not None
         times = np.concatenate([(2 * np.arange(quota) + 1) / (2 * quota) for quota in self.quotas])
         which = np.repeat(np.arange(len(self.quotas)), self.quotas)

@@ -25,7 +25,7 @@ Spans = Sequence[tuple[int, int]]
 """(start, end) character positions of pieces of a text."""
 
 SECONDS, MEMORY = 10.0, 2**30
-"""Limits for one conversation: time of a processor, and bytes. 200 turns take a fraction of the time."""
+"""Limits for one conversation: processor seconds, and bytes. 200 turns take a fraction of the time."""
 _SETTINGS = "tokenizer_config.json"
 
 
@@ -34,10 +34,10 @@ class RenderingFailed(ValueError):
 
 
 class ChatTemplate:
-    """Renders conversations. Raises DataError (PP-E419) for a template that is none.
+    """Renders conversations. Raises DataError (PP-E419) for an invalid template.
 
-    `marks` are texts that templates read by name, such as `bos_token`. There is no `strftime_now`, and no `random` and
-    `lipsum`: data that depend on the day or on chance would be other data after a resume, and on every rank.
+    `marks` are texts that templates read by name, such as `bos_token`. There is no `strftime_now`, `random` or
+    `lipsum`: data that depend on the day or on chance would differ after a resume, and between ranks.
     """
 
     says_what_is_generated: bool
@@ -45,7 +45,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, marks: Mapping[str, str], place: str) -> None:
         self.place = place
-        # All that its texts depend on.
+        # Everything that rendered texts depend on.
         self.given = {"source": source, "marks": dict(marks), "seconds": SECONDS, "memory": MEMORY}
         try:
             self._process: subprocess.Popen[str] | None = self._start()
@@ -56,9 +56,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False
     ) -> tuple[str, Spans | None]:
-        """The text of a conversation (a `prompt`: up to where the next answer begins), and what of it the assistant
-        wrote; None if nobody can tell. Raises RenderingFailed with the template's own words, or if it takes too much
-        time or memory."""
+        """(the text of a conversation, the spans of it that the assistant wrote or None if unknown). A `prompt` ends
+        where the next answer begins. Raises RenderingFailed with the template's own words, or if rendering takes too
+        much time or memory."""
         self._process = self._process or self._start()
         text, spans = self._answer(self._process, {"messages": messages, "tools": tools, "prompt": prompt})
         return text, spans
@@ -78,7 +78,7 @@ class ChatTemplate:
         return process
 
     def _answer(self, process: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:
-        """The answer to one line. If the process has ended instead, the next conversation gets a new one."""
+        """The answer to one line. Raises RenderingFailed if the process has ended; the next text gets a new one."""
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         with suppress(BrokenPipeError):
             print(json.dumps(question), file=process.stdin, flush=True)
@@ -112,9 +112,9 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
             message = f"data.chat_template={file} cannot be read: {error.strerror or error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=null", str(path))) from None
     source, path = settings.get("chat_template"), directory / _SETTINGS
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several templates, by name
         source = next((row.get("template") for row in source if row.get("name") == "default"), None)
-    with suppress(OSError):  # in transformers' order, a file of its own comes first
+    with suppress(OSError):  # as in transformers, a separate file comes first
         source, path = read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"
     if isinstance(source, str):
         return ChatTemplate(source, named_marks(settings), str(path))

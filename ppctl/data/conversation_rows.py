@@ -1,4 +1,4 @@
-"""Rows of whole conversations, from which batches are drawn if not all tokens are trained on.
+"""Rows of whole conversations, of which some tokens are trained on.
 
 A row is a sample: one conversation or several in a row, then padding that is not trained on.
 """
@@ -25,15 +25,15 @@ from ppctl.errors import DataError, Problem
 
 @dataclass(frozen=True, eq=False)
 class ConversationRows:
-    """Samples of `seq_length` tokens and their labels, each of whole conversations. `digest` and `description` as of a
-    Corpus: the digest is of the tokens, of what is learned and of the rows."""
+    """Samples of `seq_length` tokens and their labels, each of whole conversations. `digest` (of tokens, learned flags
+    and rows) and `description` as in Corpus."""
 
     conversations: Corpus
     """The tokens of all conversations, one conversation after the other."""
     learned: npt.NDArray[np.bool_]
     """For each token of `conversations`, whether it is trained on."""
     firsts: npt.NDArray[np.int64]
-    """[conversations + 1]: where each begins."""
+    """[conversations + 1]: the position of each conversation's first token, and the end."""
     rows: Sequence[Sequence[int]]
     """The conversations of each row."""
     seq_length: int
@@ -48,12 +48,12 @@ class ConversationRows:
         return self.conversations.tokens
 
     def opening(self) -> Tokens:
-        """The tokens of the middle conversation up to the first that is trained on: a turn to answer."""
+        """The tokens of the middle conversation up to its first learned token: a turn to answer."""
         begin, end = self.firsts[(len(self.firsts) - 1) // 2 :][:2]
         return self.tokens[begin : begin + int(self.learned[begin:end].argmax())]
 
     def num_samples(self, seq_length: int) -> int:
-        """The rows, which were made for `seq_length`."""
+        """The number of rows, which were made for `seq_length`."""
         assert seq_length == self.seq_length
         return len(self.rows)
 
@@ -75,7 +75,7 @@ class ConversationRows:
                 end = begin + here.stop - here.start
                 counted[begin:end] = self.learned[here]
                 begun[begin] = begin
-            begun[end : end + 1] = end  # the filling is a document of its own
+            begun[end : end + 1] = end  # the padding is a document of its own
         places = np.arange(seq_length) - np.maximum.accumulate(begins[:, :-1], axis=-1)
         shape = (*ids.shape, seq_length)
         return Details(counts[:, 1:].reshape(shape), places.reshape(shape))
@@ -106,8 +106,8 @@ class ConversationRows:
 
 
 def make_rows(encoded: Sequence[Learned], description: str, data: DataConfig, tokenizer: Tokenizer) -> ConversationRows:
-    """Rows of `encoded`, of several each if they are packed. Raises DataError: PP-E421 naming conversations that are
-    longer than a row, PP-E422 if nothing is learned."""
+    """Rows of `encoded`, several to a row if packed. Raises DataError: PP-E421 naming conversations that are longer
+    than a row, PP-E422 if nothing is learned."""
     seq_length, filling = data.seq_length, tokenizer.eos or 0
     longest = seq_length + 1
     if data.too_long == REFUSE:
@@ -145,8 +145,8 @@ def make_rows(encoded: Sequence[Learned], description: str, data: DataConfig, to
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of at most `room` tokens, each conversation whole in one: best fit, the longest first, of equal lengths the
-    earlier. Rows hold their conversations in order, and are in the order of their first ones."""
+    """The numbers of the conversations in each row of at most `room` tokens: best fit, the longest first, of equal
+    lengths the earlier. Rows hold conversations in order, and are in the order of their first ones."""
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # (room left, row), in order
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
@@ -162,6 +162,7 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _refuse_long(encoded: Sequence[Learned], longest: int, seq_length: int) -> None:
+    """Raise DataError (PP-E421) if a conversation is longer than a row takes."""
     long = [one for one in encoded if len(one.tokens) > longest]
     if not long:
         return

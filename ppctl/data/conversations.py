@@ -1,4 +1,4 @@
-"""Conversations and prompts with completions: from a line or row to tokens, and which of them are learned."""
+"""Conversations and prompts with completions: from a line or row to tokens, and which tokens are learned."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Learned(NamedTuple):
 
     tokens: Tokens
     learned: npt.NDArray[np.bool_]
-    """For each token, whether it is trained on. Never the first, which nothing precedes."""
+    """For each token, whether it is trained on. Never the first token, which nothing precedes."""
     place: str
     text: str
     begins: npt.NDArray[np.int64]
     """For each token, the position of its first character in `text`; beyond the text for an added end."""
     early: int
-    """How many of the learned tokens begin before what the template generates, and end in it."""
+    """How many of the learned tokens begin before the generated text, and end in it."""
 
     def runs(self) -> list[tuple[bool, str]]:
         """Pieces of text as (whether its tokens are trained on, text); an added end token is shown as `<end>`."""
@@ -64,8 +64,8 @@ class _Text(NamedTuple):
 def encode_conversations(
     files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, progress: Progress = lambda size: None
 ) -> Iterator[Learned]:
-    """Every line or row of `files` in order: messages, rendered by the template, or without one a prompt and its
-    completion. `progress` is as of `documents`. Raises DataError as `encoded` does."""
+    """Every line or row of `files` in order: messages, rendered by the template, or without a template a prompt and its
+    completion. `progress` is as in `documents`. Raises DataError as `encoded` does."""
     keys = ("prompt", "completion") if template is None else ("messages", "conversations", "tools")
     texts = (_text_of(line, template) for line in lines(files, progress, keys))
     return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
@@ -74,8 +74,8 @@ def encode_conversations(
 def kept_conversations(
     files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, cache: Path | None
 ) -> list[Learned]:
-    """Those conversations out of `cache`, without their texts: a token that is learned is kept as its complement,
-    which is negative. Raises as `encoded_once` does."""
+    """The conversations of `encode_conversations`, kept in `cache`, without texts: a learned token is kept as its
+    complement, which is negative. Raises as `encoded_once` does."""
 
     def make(progress: Progress) -> Iterator[tuple[Tokens, str]]:
         for one in encode_conversations(files, tokenizer, template, progress):
@@ -90,8 +90,8 @@ def kept_conversations(
 
 
 def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
-    """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own. A
-    token that begins before the answer is learned if the template says what is generated, else the prompt's."""
+    """Without a template, texts get the tokenizer's marks around them, and an end; a template writes its own. A token
+    that begins before the answer is learned if the template marks generated text, else it belongs to the prompt."""
     around = template is None
     pieces = tokenizer.encode_pieces([item.text for item in batch], around=around)
     for item, (ids, begins, ends) in zip(batch, pieces, strict=True):
@@ -116,7 +116,7 @@ def _text_of(line: Line | Problem, template: ChatTemplate | None) -> _Text | Pro
     if isinstance(rendered, _Text):
         try:
             rendered.text.encode()
-        except UnicodeEncodeError as error:  # JSON may write half of a pair, which is no character
+        except UnicodeEncodeError as error:  # JSON may contain half of a surrogate pair, which is no character
             message = f"not UTF-8 text: {error.reason} at character {error.start} of the conversation"
             return Problem("PP-E411", message, "leave the line out", line.place)
     return rendered
@@ -168,7 +168,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
-    """Whether a template has words to write: what is none, it writes as "None". Calls of tools stand beside none."""
+    """Whether a message has content: templates would write null as "None". Calls of tools may have null content."""
     content = message.get("content")
     if content is None:
         return not message.keys() <= {"role", "content", "name"}

@@ -22,16 +22,16 @@ from ppctl.errors import DataError, Problem
 WHOLE = 256 * 1024 * 1024
 """Bytes of tokens up to which a mapped file is read through before training, for its digest and its largest token."""
 _PAGES, _PAGE = 256, 4096
-"""For a larger one: this many pages of this many bytes, evenly spread."""
+"""For a larger file: this many pages of this many bytes, evenly spread."""
 
 
 class Details(NamedTuple):
-    """Counted labels and places of samples' tokens, if no mark in the tokens says them."""
+    """Counted labels and places of samples' tokens, where marks in the tokens do not show them."""
 
     counts: npt.NDArray[np.bool_]
     """[..., s]: which labels count."""
     places: npt.NDArray[np.int64]
-    """[..., s]: how far each token is from the first of its document."""
+    """[..., s]: the distance of each token from its document's first token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,9 @@ class Corpus:
     place_of: Callable[[int], str] = str
 
     def num_samples(self, seq_length: int) -> int:
-        """How many samples of seq_length tokens and their labels there are; DataError if there is none. Sample i is
-        tokens[i * seq_length : (i + 1) * seq_length + 1], whose last token is the next one's first; a shorter tail is
-        never read."""
+        """The number of samples of seq_length tokens and their labels. Raises DataError if there is none. Sample i is
+        tokens[i * seq_length : (i + 1) * seq_length + 1], whose last token is the next sample's first; a shorter tail
+        is not."""
         number = (len(self.tokens) - 1) // seq_length
         if number < 1:
             tokens, needed = len(self.tokens), f"{seq_length + 1} (its inputs and the label of the last)"
@@ -69,11 +69,11 @@ class Corpus:
         return windows
 
     def details(self, ids: Ids, seq_length: int) -> Details | None:
-        """None: of text the marks in it say all."""
+        """None: in text, marks show everything."""
         return None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise DataError naming the document of the first of WHOLE bytes' tokens that the model's vocabulary lacks."""
+        """Raise DataError naming the document of the first token, in WHOLE bytes, that the vocabulary lacks."""
         tokens = self.tokens[: WHOLE // self.tokens.dtype.itemsize]
         refuse_beyond(tokens, vocab_size, lambda at: f"{self.place_of(at)} (token {at:,} of its data)")
 
@@ -82,7 +82,7 @@ class Corpus:
         return bool((self.tokens[: WHOLE // self.tokens.dtype.itemsize] == token).any())
 
     def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
-        """The samples to train on and the share held out at the end, at least one. Raises DataError if that is all."""
+        """(samples to train on, at least one held out from the end). Raises DataError if none is left to train on."""
         number = self.num_samples(seq_length)
         first = (number - held_out_samples(number, fraction, self.description)) * seq_length
         return self._part(0, first + 1, "trained on"), self._part(first, number * seq_length + 1, "held out")
@@ -100,7 +100,7 @@ class Corpus:
 
 
 def held_out_samples(number: int, fraction: float, description: str) -> int:
-    """How many of `number` samples a share holds out: at least one. Raises DataError if none is left to train on."""
+    """How many of `number` samples `fraction` holds out, at least one. Raises DataError if none is left to train on."""
     held_out = max(1, round(number * fraction))
     if held_out >= number:
         message = f"data.validation_split={fraction:g} holds out {held_out} of {number} samples: none is left"
@@ -109,7 +109,7 @@ def held_out_samples(number: int, fraction: float, description: str) -> int:
 
 
 def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", cache: Path | None = None) -> Corpus:
-    """Read what one path of `data.path` names, or the interpreter's own library if it is None.
+    """Read the documents of one path of `data.path`, or the interpreter's own library for None.
 
     `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and of
     .jsonl files and tables, each line or row an object whose `text_key` is a document. Files are read in the order of
@@ -123,8 +123,8 @@ def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", 
 
 
 def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str, cache: Path | None) -> Corpus:
-    """All documents as one array of tokens, each with its end mark. A document's place is looked for in the files when
-    it is asked for. Raises DataError (PP-E404) if there is no text."""
+    """All documents as one array of tokens, each with its end mark. A document's place is looked up in the files when
+    needed. Raises DataError (PP-E404) if there is no text."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
 
@@ -149,6 +149,7 @@ def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key
 
 
 def _mapped(prefix: str) -> Corpus:
+    """The corpus of PREFIX.bin and PREFIX.idx, as a memory map. Raises DataError (PP-E404 if it has no token)."""
     indexed = open_indexed(prefix)
     tokens = indexed.tokens
     if not len(tokens):
@@ -159,7 +160,7 @@ def _mapped(prefix: str) -> Corpus:
 
 
 def _digest(prefix: str, tokens: Tokens) -> str:
-    """Return the digest of a mapped file: of its tokens, or if they are too many, of what is likely to differ."""
+    """Return the digest of a mapped file: of its tokens, or for too many of the index, the size and some pages."""
     if tokens.nbytes <= WHOLE:
         return hashlib.sha256(tokens.data).hexdigest()
     with open(idx_path(prefix), "rb") as stream:
@@ -172,8 +173,8 @@ def _digest(prefix: str, tokens: Tokens) -> str:
 
 
 def refuse_beyond(tokens: Tokens, vocab_size: int, place_of: Callable[[int], str]) -> None:
-    """Raise DataError (PP-E406) for the first of these tokens that is not one of `vocab_size`, at the place that
-    `place_of` names by its position."""
+    """Raise DataError (PP-E406) for the first of `tokens` of `vocab_size` or more, at the place that `place_of`
+    gives."""
     if not len(tokens) or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return
     at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))

@@ -80,7 +80,7 @@ class Indexed:
         return self.tokens[begin : int(ends[-1]) if len(ends) else 0]
 
     def document_at(self, position: int) -> str:
-        """Which document the token at `position` belongs to, for people."""
+        """The document of the token at `position`, in words."""
         sequence = int(np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), position, side="right"))
         document = int(np.searchsorted(self.boundaries, sequence, side="right")) - 1
         return f"{bin_path(self.prefix)}: document {document}"
@@ -102,7 +102,7 @@ def open_indexed(prefix: str) -> Indexed:
 
 
 def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
-    """Map what the header says is there. Raises DataError if that, or the size of a file, is wrong."""
+    """Map the files as the header describes them. Raises DataError if the header or the size of a file is wrong."""
     size = idx.stat().st_size
     with open(idx, "rb") as stream:
         head = stream.read(HEADER.size)
@@ -153,13 +153,13 @@ def _broken(file: Path, fault: str) -> DataError:
 
 
 _LONGEST = 2**31 - 1
-"""Tokens of one document: lengths are written as int32."""
+"""The most tokens of one document: lengths are written as int32."""
 
 
 class IndexedWriter:
     """Takes documents in order; both files get their names when the `with` block ends, the .idx last, since a .bin
-    without one is not read. Until then they are `PREFIX.<random>.tmp` beside them, which an exception removes. Raises
-    DataError (PP-E413) if a file of that name is there, unless `overwrite`."""
+    without an .idx is not read. Until then they are called `PREFIX.<random>.tmp`; an exception removes them. Raises
+    DataError (PP-E413) if a file of that name exists, unless `overwrite`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], *, overwrite: bool = False) -> None:
         self.prefix = prefix
@@ -171,7 +171,7 @@ class IndexedWriter:
         if not overwrite:
             _refuse_existing(prefix)
         self._made: list[Path] = []
-        """Directories that were not there before, the innermost first."""
+        """Directories that did not exist before, the innermost first."""
         draft = prefix.with_name(f".{prefix.name}.{secrets.token_hex(4)}")
         self._drafts = Path(f"{draft}.bin.tmp"), Path(f"{draft}.idx.tmp")
 
@@ -211,7 +211,7 @@ class IndexedWriter:
             if kind is None:
                 self._publish()
         finally:
-            with suppress(OSError):  # a full disk refuses the last bytes once more
+            with suppress(OSError):  # a full disk refuses the last bytes again
                 self._stream.close()
             self._remove_drafts()
 
@@ -220,11 +220,11 @@ class IndexedWriter:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
         for folder in self._made:
-            with suppress(OSError):  # it holds what was published
+            with suppress(OSError):  # a directory with published files stays
                 folder.rmdir()
 
     def _publish(self) -> None:
-        """Bring both files to the disk, then rename .bin before .idx: a reader never sees an index of other tokens."""
+        """Sync both files, then rename .bin before .idx: a reader never sees an index of other tokens."""
         _sync(self._stream)
         self._stream.close()
         with open(self._drafts[1], "xb") as stream:
@@ -236,7 +236,7 @@ class IndexedWriter:
             stream.write(np.array(self._boundaries, dtype="<i8").tobytes())
             _sync(stream)
         final = bin_path(self.prefix), idx_path(self.prefix)
-        final[1].unlink(missing_ok=True)  # there must be no old index beside new tokens
+        final[1].unlink(missing_ok=True)  # an old index must not stand beside new tokens
         for draft, path in zip(self._drafts, final, strict=True):
             draft.replace(path)
 
@@ -250,7 +250,7 @@ def _refuse_existing(prefix: Path) -> None:
     if prefix.is_file():
         message = f"OUT is the last word, and {prefix} is a file that is there: what is written is OUT.bin and OUT.idx"
         raise DataError(Problem("PP-E413", message, place="command line"))
-    there = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
-    if there:
-        message = f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} there already; --overwrite replaces them"
+    files = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+    if files:
+        message = f"{' and '.join(files)} {'is' if len(files) == 1 else 'are'} there already; --overwrite replaces them"
         raise DataError(Problem("PP-E413", message, place="command line"))

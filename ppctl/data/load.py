@@ -27,19 +27,19 @@ Loaded = TypeVar("Loaded")
 
 
 class DocumentEnd(NamedTuple):
-    """The token that ends a document, and what follows from it (Megatron's names in `config.data`)."""
+    """The token that ends a document, and its effects (Megatron's names in `config.data`)."""
 
     token: int
     masks_loss: bool = False
-    """Whether the label that follows it does not count: nothing foretells another document (eod_mask_loss)."""
+    """Whether the label after the end does not count: nothing predicts the next document (eod_mask_loss)."""
     restarts_positions: bool = False
     """Positions count from 0 in every document (reset_position_ids)."""
     separates: bool = False
-    """No token attends to another document, nor looks ahead into one (reset_attention_mask)."""
+    """No token attends to another document, nor predicts tokens of one further ahead (reset_attention_mask)."""
 
 
 NO_END = DocumentEnd(-1)
-"""Nothing follows from where a document ends: no token is searched for."""
+"""No effects of documents' ends: no token is searched for."""
 
 
 class Data(NamedTuple):
@@ -47,7 +47,7 @@ class Data(NamedTuple):
 
     training: Blend
     held_out: Blend | None
-    """The samples of evaluation, if the config names any. No sample of it is among those trained on."""
+    """The samples of evaluation, if the config names any; none of them is trained on."""
     end: DocumentEnd
     """The token that ends a document, and what follows from it."""
 
@@ -76,8 +76,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
-    """The token that ends a document, and what the config lets follow from it. Raises DataError (PP-E410) if something
-    follows from a mark that the tokenizer does not name."""
+    """The token that ends a document, and its effects by the config. Raises DataError (PP-E410) if there are effects
+    and the tokenizer names no such token."""
     asked = of_document_ends(data)
     if not asked:
         return NO_END
@@ -88,7 +88,7 @@ def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
 
 
 def of_document_ends(data: DataConfig) -> list[str]:
-    """The keys that are on and let something follow from a document's end."""
+    """The switched-on keys that give a document's end effects."""
     keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     return [f"data.{key}" for key in keys if getattr(data, key)]
 
@@ -148,8 +148,8 @@ def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loa
 
 
 def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """The record of the data in env.json, and its problems: reads all text and maps the rest, and looks for tokens
-    beyond the vocabulary as the ranks will (`check_vocabulary`)."""
+    """(the record of the data for env.json, the data's problems). Reads all text, maps the rest, and checks tokens
+    against the vocabulary as the ranks will (`check_vocabulary`)."""
     try:
         data = load_data(config.data)
     except PpctlError as error:

@@ -1,4 +1,4 @@
-"""Prompts as tokens: of `ppctl generate`, and of `log.prompts`, which a run continues when it has finished."""
+"""Prompts as tokens: those of `ppctl generate`, and of `log.prompts`, which a run continues when it has finished."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def make_prompt(
     template: ChatTemplate | None = None,
     system: str | None = None,
 ) -> Prompt:
-    """The prompt of a text, with a `template` of a user's message behind that of the `system`, if there is one, for a
-    model of so many `words` if that is known. Raises DataError: PP-E420 for messages that the template refuses, PP-E560
-    for a prompt that cannot be continued."""
+    """The prompt of a text; with a `template` of a user's message, after a `system` message if given. `words` is the
+    size of the vocabulary if it is known. Raises DataError: PP-E420 for messages that the template refuses, PP-E560 for
+    a prompt that cannot be continued."""
     said = {"system": system, "user": text}
     messages = [{"role": role, "content": words} for role, words in said.items() if words is not None]
     try:
@@ -37,7 +37,7 @@ def make_prompt(
     except RenderingFailed as error:
         message = f"the chat template refuses the messages: {error}"
         raise DataError(Problem("PP-E420", message, "ppctl explain PP-E420", text)) from None
-    except UnicodeEncodeError:  # bytes of a command line that are no text
+    except UnicodeEncodeError:  # bytes on the command line that are no text
         raise _refused("is not UTF-8 text", text) from None
     tokens = tokens or ([] if tokenizer.eos is None else [tokenizer.eos])
     if not tokens:

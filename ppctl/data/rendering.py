@@ -1,7 +1,7 @@
 """`python -m ppctl.data.rendering`: renders conversations with one chat template, within limits of time and memory.
 
-A template is somebody else's program: it may never end, or fill the memory with one operation. In a process of its own
-it can end nothing else. The environment is that of transformers' `apply_chat_template`, whose import imports torch.
+A template is a foreign program: it may never end, or fill the memory with one operation. In a process of its own it
+ends nothing else. The environment is that of transformers' `apply_chat_template`, whose import imports torch.
 
 Each line of stdin is a JSON object and gets one on stdout: first the template, then conversations.
 """
@@ -24,19 +24,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LONGEST = 2**24
-"""Characters of a text that a template makes: no conversation has as many."""
+"""The most characters of a rendered text: no conversation has as many."""
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Around what a template generates, until it is rendered: two of Unicode's noncharacters, which no text may hold."""
+"""Marks around generated text while a template is rendered: two of Unicode's noncharacters, which texts cannot have."""
 _KEYWORD = re.compile(r"\{%-?\s*generation\b")
 _PLACE = re.compile(r"\bat 0x[0-9a-f]{6,}>")
-"""How Python writes a value that has no text of its own: by its place in memory."""
+"""How Python prints a value without a text: by its address in memory."""
 
 Spans = Sequence[tuple[int, int]]
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`, transformers' keyword for what the assistant writes."""
+    """`{% generation %} … {% endgeneration %}`, transformers' keyword around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
@@ -53,7 +53,7 @@ def main() -> None:
     """Answer until stdin ends. The kernel ends this process if an answer takes too long."""
     asked = json.loads(sys.stdin.readline())
     for limit, most in ((resource.RLIMIT_AS, asked["memory"]), (resource.RLIMIT_FSIZE, 0)):
-        with suppress(ValueError, OSError):  # less is allowed already
+        with suppress(ValueError, OSError):  # a lower limit is set already
             resource.setrlimit(limit, (most, most))
 
     def answer(make: Callable[[], Any]) -> None:
@@ -63,7 +63,7 @@ def main() -> None:
             made = make()
         except MemoryError:
             failed = f"it needs more than {asked['memory'] // 2**20:,} MiB of memory"
-        except Exception as error:  # what a template does with a conversation may fail in any way
+        except Exception as error:  # a template may fail in any way
             clock = isinstance(error, UndefinedError) and "strftime_now" in str(error)
             why = "; there is no clock, because data must not depend on the day" if clock else ""
             failed = f"{error}{why}" or type(error).__name__
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _compiled(source: str) -> Template:
-    """The template, in an environment without chance: data would be other data after a resume, and on every rank."""
+    """The template, in an environment without chance: data must not differ after a resume, or between ranks."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -98,10 +98,10 @@ def rendered(
 ) -> tuple[str, Spans | None]:
     """The text of a conversation, and begin and end, in characters, of what the assistant wrote.
 
-    That is what stands between `{% generation %}` and `{% endgeneration %}`, if the template `says` it. Elsewhere it
-    is what each turn adds to the conversation before it; None if that is no text at the end of a beginning of the
-    whole. A `prompt` asks for the text up to the next answer. Raises TemplateError for texts that are too long or would
-    be other ones in another process.
+    The assistant's text stands between `{% generation %}` and `{% endgeneration %}` if the template has these (`says`).
+    Otherwise it is the text that each turn adds to the previous turns; None if rendering the first turns does not give
+    a beginning of the whole. A `prompt` asks for the text up to the next answer. Raises TemplateError for texts that
+    are too long or would differ in another process.
     """
     messages, tools, asks = given["messages"], given["tools"], given["prompt"]
     says = says or asks  # nobody reads which part of a prompt is an answer
@@ -141,7 +141,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _indented(text: str, options: str) -> str:
-    """The JSON `text` in another layout, made once: that is slow, and a template writes its tools for every turn."""
+    """The JSON `text` in another layout, cached: this is slow, and a template writes its tools for every turn."""
     ensure_ascii, layout = json.loads(options)
     return json.dumps(json.loads(text), ensure_ascii=ensure_ascii, **layout)
 

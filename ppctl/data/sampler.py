@@ -21,11 +21,11 @@ Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 SAMPLE_ORDER = 2
-"""The version of the rule that new runs follow. Version 1 took the keyed permutation for every size; a run that began
-with it goes on with it, since other samples would follow the checkpoint's position."""
+"""The version of the rule for new runs. Version 1 used the keyed permutation for every size; a run that began with
+version 1 keeps it, since other samples would follow its checkpoint's position."""
 SHUFFLED = 1024
 """Samples up to which an epoch's words are sorted. With few bits per half, Feistel orders are visibly not uniform (up
-to 256 samples in a million epochs); sorting 1024 words costs no more than they do."""
+to 256 samples in a million epochs); sorting 1024 words costs no more."""
 ROUNDS = 6
 """Feistel rounds; four suffice in theory."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -51,7 +51,7 @@ def draw(seed: int, positions: Ids, num_samples: int, sample_order: int = SAMPLE
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of the `number`-th of several orders; the first one's is the run's own."""
+    """The seed of the `number`-th of several orders; the first order has the run's own seed."""
     return seed ^ (number * _GOLDEN & _MASK)
 
 
@@ -93,7 +93,7 @@ def _shuffle(values: _Words, keys: _Words, size: int) -> _Words:
 
 
 def _permute(values: _Words, keys: _Words, size: int) -> _Words:
-    """Each value (< size) through its key's keyed permutation of 0 .. size - 1, without making the others."""
+    """Each value (< size) through its key's keyed permutation of 0 .. size - 1, computed without the other values."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # two halves of `half` bits hold at least `size` values
     result = _feistel(values, keys, half)
     while (outside := result >= np.uint64(size)).any():

@@ -16,7 +16,7 @@ TABLES = (".parquet", ".arrow")
 
 def saved_files(directory: Path, form: str) -> list[Path]:
     """The files of a directory that `datasets` has saved (`save_to_disk`), in order; none for another directory. Raises
-    DataError (PP-E401) for one of several splits, of which `form`, as `data.path={}`, can name one."""
+    DataError (PP-E401) for a directory of several splits; the remedy names one in `form`, as `data.path={}`."""
     for split in _listed(directory / "dataset_dict.json", "splits"):
         message = f"{form.format(directory)} has several splits: name one"
         raise DataError(Problem("PP-E401", message, pasted(form.format(directory / str(split)))))
@@ -32,9 +32,9 @@ def _listed(file: Path, key: str) -> list[Any]:
 
 
 def rows(file: Path, progress: Callable[[int], None], keys: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a file in order, without values that are null: a row has all keys of all rows, of which a line would
-    not have these. Only the columns `keys` are read, or all if the file has none of these. Raises ConfigError (PP-E424)
-    without pyarrow, OSError, and ValueError for a damaged file."""
+    """The rows of a file in order, without null values, which stand for missing keys. Only the columns `keys` are read,
+    or all if the file has none of these. Raises ConfigError (PP-E424) without pyarrow, OSError, ValueError for
+    damage."""
     try:
         import pyarrow.ipc
         import pyarrow.parquet

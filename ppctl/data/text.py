@@ -19,13 +19,13 @@ from ppctl.errors import DataError, Problem, listed, pasted
 
 READABLE = (".txt", ".jsonl", *TABLES)
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
-"""Directories of the standard library that are tests, a GUI that some systems leave out, or not the library at all."""
+"""Directories of the standard library with tests, a GUI that some systems leave out, or other packages."""
 MOST_PROBLEMS = 20
 READ_LIBRARY = "data.path=null"
 """Reads the running interpreter's own library."""
 _MANY = 1024
 _MUCH = 4 * 1024 * 1024
-"""Documents and bytes that are encoded together: a library may spread them over the processor's cores."""
+"""The most documents and bytes that are encoded together, so that a library may use several cores."""
 
 
 def standard_library() -> tuple[list[Path], str]:
@@ -43,8 +43,8 @@ def standard_library() -> tuple[list[Path], str]:
 
 
 def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
-    """The readable files that `pattern` means, in the order of their names or as `datasets` has saved them, and a line
-    that describes them. `form` is how messages write the pattern. Raises DataError if there are no files."""
+    """(the readable files that `pattern` means, sorted by name or as `datasets` has saved them; a line that describes
+    them). Messages write the pattern in `form`. Raises DataError if there are no files."""
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
     paths = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
@@ -85,8 +85,8 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and what is wrong if one cannot be read: .txt files, and the `text_key`
-    of each row and each line that is not blank. `progress` takes the bytes read since its last call."""
+    """All documents in order, empty ones too, and a problem for each that cannot be read: .txt files, and the
+    `text_key` of each row and each line that is not blank. `progress` takes the bytes read since its last call."""
     for item in _read_all(files, progress, (text_key,)):
         yield _document(item, text_key) if isinstance(item, Line) else item
 
@@ -104,8 +104,8 @@ class Line(NamedTuple):
 
 
 def lines(files: list[Path], progress: Callable[[int], None], keys: Sequence[str]) -> Iterator[Line | Problem]:
-    """The objects in .jsonl files and tables in order, and what is wrong if a line or a file is none. Of tables only
-    the columns `keys` are read, if there are any."""
+    """The objects in .jsonl files and tables in order, and a problem for each line or file that cannot be read. From
+    tables only the columns `keys` are read, if there are any."""
     for item in _read_all(files, progress, keys):
         if isinstance(item, Document):
             message = f"{item.place} is text, and conversations are read from .jsonl files and tables"
@@ -120,13 +120,14 @@ def _read_all(
     for file in files:
         try:
             yield from _read(file, progress, keys)
-        except ValueError as error:  # pyarrow's of a table: lines and texts are problems of their own
+        except ValueError as error:  # pyarrow's, of a table: bad lines and texts are yielded as problems
             yield Problem("PP-E402", f"{file} is damaged: {error}", remedy=f"ls -l {pasted(file)}")
         except OSError as error:
             yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
 
 
 def _read(file: Path, progress: Callable[[int], None], keys: Sequence[str]) -> Iterator[Document | Line | Problem]:
+    """Yield what a file has: its text, its lines or rows, or problems of these. Raises OSError."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no file of data")
     if file.suffix in TABLES:
@@ -174,7 +175,7 @@ def _meant(value: Mapping[str, Any], text_key: str) -> str:
 
 
 def _merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
-    """Each kind of problem once, with its first five places; unless `complete`, reading ended before the last."""
+    """Each kind of problem once, with its first five places; not `complete` if reading ended early."""
     kinds: dict[Problem, list[str]] = {}
     for problem in problems:
         kinds.setdefault(replace(problem, place=""), []).append(problem.place or "")
@@ -191,7 +192,7 @@ def encode_files(
     progress: Callable[[int], None] = lambda size: None,
     text_key: str = "text",
 ) -> Iterator[tuple[Tokens, str]]:
-    """The tokens of every document of `files` in order, those without one too, and its place for messages. There is no
+    """The tokens of every document of `files` in order, also of empty ones, and its place for messages. There is no
     mark at a document's end. Raises DataError as `encoded` does."""
 
     def encode(batch: Sequence[Document]) -> Iterator[tuple[Tokens, str]]:
@@ -207,8 +208,8 @@ Made = TypeVar("Made")
 
 
 def encoded(items: Iterable[Item | Problem], encode: Callable[[Sequence[Item]], Iterable[Made]]) -> Iterator[Made]:
-    """The results of `encode` for the items, which it gets in batches. Raises DataError with the problems of all items,
-    the first twenty; what was yielded before is to be thrown away."""
+    """The results of `encode`, called with batches of the items. Raises DataError with the first twenty problems of all
+    items; results yielded before must be discarded."""
     problems: list[Problem] = []
     for batch in _batches(items, problems):
         if not problems:
@@ -221,7 +222,7 @@ def encoded(items: Iterable[Item | Problem], encode: Callable[[Sequence[Item]], 
 
 
 def _batches(items: Iterable[Item | Problem], problems: list[Problem]) -> Iterator[Sequence[Item]]:
-    """Yield the items in batches; problems go into `problems`, and twenty of them end it."""
+    """Yield the items in batches; add problems to `problems`, and stop after twenty."""
     batch: list[Item] = []
     size = 0
     for item in items:

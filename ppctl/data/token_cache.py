@@ -1,11 +1,11 @@
-"""Tokens that a library makes of text are kept: as a .bin and .idx, in a directory that is named by what they are.
+"""A cache of the tokens of texts: .bin and .idx files in a directory named by a digest of what they depend on.
 
     CACHE/KEY/tokens/data.bin, data.idx, digest    KEY: of the files' bytes, the tokenizer and the form of the data
     CACHE/KEY/<random>.tmp/                        being written, or left by a killed process: never read
     CACHE/seen/NAME                                the digest of files' bytes, by their paths, sizes and times
 
-One process writes, under a lock of CACHE/KEY, and others wait for it. Where a file system has no locks several may
-write, and the first to rename its directory to `tokens` has made them.
+One process writes, under a lock of CACHE/KEY, and others wait for it. On a file system without locks several may write,
+and the first to rename its directory to `tokens` wins.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from ppctl.host.files import TAKEN, lock, open_regular, read_text, release, writ
 _RULE = 1
 """Raised when ppctl makes other tokens of the same text, or keeps them in another way."""
 _FRESH_S = 2.0
-"""A file that was changed so shortly ago may be changed again without another time."""
+"""Seconds within which a changed file may change again without a new modification time."""
 
 Progress = Callable[[int], None]
-"""Takes the bytes of files that were read since its last call."""
+"""A function that takes the number of bytes read since its last call."""
 Make = Callable[[Progress], Iterator[tuple[Tokens, str]]]
-"""The tokens of every document in order, empty ones too, and its place for messages."""
+"""A function that yields the tokens of every document in order, empty ones too, and its place for messages."""
 
 
 def encoded_once(
     cache: Path | None, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], make: Make
 ) -> tuple[Tokens, npt.NDArray[np.int64], str]:
-    """All tokens of `files`, the number of each document's, and the SHA-256 of all: made by `make` unless they are kept
-    in `cache` (None: only in memory). `form` is all that they depend on besides the files' bytes. Raises DataError
-    (PP-E425) if they cannot be kept, and what `make` raises."""
+    """(all tokens of `files`, the number of each document's tokens, the SHA-256 of all): made by `make` unless they are
+    in `cache` (None: only in memory). `form` is all that tokens depend on besides the files' bytes. Raises DataError
+    (PP-E425) if they cannot be kept, and the errors of `make`."""
     if cache is None:
         pieces = [own for own, _ in make(lambda size: None)]
         tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
@@ -67,7 +67,7 @@ def encoded_once(
 
 
 def _content(cache: Path, files: Sequence[Path]) -> str:
-    """The digest of the bytes of `files`, which are read only if none was noted since they have changed."""
+    """The digest of the bytes of `files`, which are read only if they have changed since their digest was noted."""
     before, digest = _times(files), xxh3_128()
     noted = cache / "seen" / xxh3_128(before.encode()).hexdigest()
     with suppress(OSError, UnicodeDecodeError):
@@ -106,7 +106,7 @@ def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -
         try:
             os.rename(draft, final)
         except OSError:
-            if not final.is_dir():  # else another process has made them, where there are no locks
+            if not final.is_dir():  # else another process has made them, without locks
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -119,16 +119,16 @@ def _times(files: Sequence[Path]) -> str:
 
 
 def _told(files: Sequence[Path], home: Path) -> Progress:
-    """Says on stderr that files are tokenized, and how far that is: after 2 s, then less and less often."""
+    """A function that reports the progress of tokenizing on stderr: after 2 s, then less and less often."""
     total, done, began = sum(file.stat().st_size for file in files), 0, time.monotonic()
-    said = began
+    reported = began
     print(f"note: tokenizing {total:,} bytes once, into {home}", file=sys.stderr, flush=True)
 
     def read(size: int) -> None:
-        nonlocal done, said
+        nonlocal done, reported
         done, now = done + size, time.monotonic()
-        if now - said >= max(2.0, (now - began) / 20):
-            said = now
+        if now - reported >= max(2.0, (now - began) / 20):
+            reported = now
             print(f"note: tokenizing: {done / total:.0%} in {now - began:,.0f} s", file=sys.stderr, flush=True)
 
     return read

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, which encode any text, or a Hugging Face directory's by the extra `tokenizers`."""
+"""Tokenizers: bytes, which encode any text, or a Hugging Face directory's, with the optional package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 Tokens = npt.NDArray[np.integer[Any]]
-"""Token ids as they are kept: in memory as `token_dtype` says, in a mapped file as it was written."""
+"""Token ids in memory, of `token_dtype`, or in a mapped file, of the file's type."""
 
 _SMALL_VOCABULARY = 65500
 
@@ -32,22 +32,22 @@ class Document(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A text's tokens, and where they stand in it."""
+    """A text's tokens, and their positions in it."""
 
     ids: Tokens
     begins: npt.NDArray[np.int64]
     """Position of each token's first character."""
     ends: npt.NDArray[np.int64]
-    """The character after its last; a mark that the text does not hold ends where it begins."""
+    """Position after each token's last character; an added mark ends where it begins."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that ids of such a vocabulary are kept in, in memory and in files: Megatron's rule."""
+    """The type of a vocabulary's ids in memory and in files, by Megatron's rule."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
 
 
 def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
-    """The token that ends a document; DataError if the tokenizer names none."""
+    """The token that ends a document. Raises DataError if the tokenizer names none."""
     if tokenizer.eos is None:
         message = f"{needed_by} needs a token that ends a document, and the tokenizer names none"
         remedy = f'name it in its tokenizer_config.json, as "eos_token": {json.dumps(next(iter(tokenizer.marks), ""))}'
@@ -59,7 +59,7 @@ def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
 
 
 def tokenizer_path(name: str) -> str | None:
-    """Return where the files of `data.tokenizer` are, as a checkpoint remembers them; None for `byte`."""
+    """Return the absolute path of `data.tokenizer`, for checkpoints; None for `byte`."""
     return None if name == "byte" else str(Path(name).expanduser().absolute())
 
 
@@ -86,12 +86,12 @@ class ByteTokenizer:
         return [self.encode_bytes(document.text) for document in documents]
 
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
-        """The ids of each text's UTF-8 bytes; a character of several bytes is the place of each. `around` asks for the
-        marks that a tokenizer puts around every text, and here there are none."""
+        """The ids of each text's UTF-8 bytes, each at its character's place. `around` asks for the marks that a
+        tokenizer puts around every text; this one has none."""
         encoded = []
         for text in texts:
             ids = self.encode_bytes(text.encode("utf-8", "surrogatepass"))
-            begins = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1  # bytes that go on with a character: 10xxxxxx
+            begins = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1  # 10xxxxxx: further bytes of a character
             encoded.append(Pieces(ids, begins, begins + 1))
         return encoded
 
@@ -111,8 +111,8 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 
 class HuggingFaceTokenizer:
-    """Encodes as the directory's own pipeline does, with the tokens that it puts around every text (a bos, say). `eos`
-    is the `eos_token` of its settings; if these name none, the only special token that is usual for it."""
+    """Encodes as the directory's own pipeline does, with the tokens that it puts around every text, such as a bos.
+    `eos` is the `eos_token` of its settings; without one, the only special token with a usual name for it."""
 
     def __init__(self, library: Library, eos: int | None) -> None:
         library.no_truncation()
@@ -124,7 +124,7 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def open(cls, path: Path) -> HuggingFaceTokenizer:
-        """Read `path`, a directory or a tokenizer.json."""
+        """Read `path`, a directory or a tokenizer.json. Raises DataError, and ConfigError without the library."""
         try:
             from tokenizers import Tokenizer as Library
         except ImportError as missing:
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
 
     @property
     def identity(self) -> str:
-        """Names all that its tokens depend on."""
+        """A text that identifies everything that the tokens depend on."""
         import tokenizers
 
         return xxh3_128(f"{tokenizers.__version__} {self.eos} {self._library.to_str()}".encode()).hexdigest()
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in self._library.encode_batch(texts)]
 
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
-        """The ids of each text, with their characters as the library says them."""
+        """The ids of each text, with the positions that the library gives."""
         encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
         pieces = []
         for one in encoded:
@@ -223,7 +223,7 @@ def read_settings(file: Path) -> Mapping[str, Any]:
 
 
 def named_marks(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by the names that files and templates know them by: `bos_token`, `eos_token`, …"""
+    """The special tokens by their names in files and templates: `bos_token`, `eos_token`, …"""
     marks = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, Mapping) else value

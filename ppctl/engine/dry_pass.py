@@ -1,10 +1,10 @@
-"""Kernels and memory of a GPU, before the first message: a pass on made-up inputs, and all that a step allocates.
+"""Kernels and memory of a GPU, before the first message: a pass on made-up inputs, and the memory of a step.
 
-CUDA loads a kernel when it is first launched, and before that waits until the device is idle. If its cache does not
-hold an allocation, the allocator asks the driver. If that has nothing left, it frees cached blocks, and cudaFree waits
-until the whole device is idle. A posted receive is a kernel that runs until its message comes. So the first step, whose
-receives are posted ahead, must not be the first to launch a kernel, and no step may free memory: two ranks would wait
-for each other for ever. The dry pass also compiles, tunes and makes workspaces while no rank waits.
+CUDA loads a kernel at its first launch, and waits for that until the device is idle. If torch's allocator has no cached
+block and the driver no memory, it frees cached blocks, and cudaFree waits until the whole device is idle. A posted
+receive is a kernel that runs until its message comes. So the first step, whose receives are posted ahead, must not be
+the first to launch a kernel, and no step may free memory: two ranks would wait for each other for ever. The dry pass
+also compiles, tunes and makes workspaces while no rank waits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ppctl.schedule.action import Action, B, F, I, Schedule, W
 def dry_pass(
     program: StageProgram, schedule: Schedule, pp_rank: int, mb: int, device: torch.device, *, training: bool = True
 ) -> int:
-    """Run one stage's forward of microbatch `mb`, and with `training` its backward as the schedule has it, on values
-    that mean nothing. Returns the bytes of a GPU that a microbatch keeps from its forward to its backward.
+    """Run one stage's forward of microbatch `mb` on made-up values, and with `training` its backward as in the
+    schedule. Returns the bytes of a GPU that a microbatch keeps from its forward to its backward.
 
-    Inputs have the shapes that the program's specs declare; if `run_schedule` lets them vary, declare usual ones.
-    Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
+    Inputs have the shapes that the program's specs declare; if shapes may vary, declare usual ones. Parameters receive
+    gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
     """
     is_last, split = program.stage == schedule.placement.num_stages - 1, (program.stage, mb) in schedule.split
     stage = Stage(
@@ -69,7 +69,7 @@ def _held(device: torch.device) -> int:
 def representatives(kinds: Iterable[Hashable]) -> list[int]:
     """Microbatches of a stage that together run all of its kernels; `kinds` has the kind of each microbatch, in order.
 
-    One of each kind, twice: the second time its gradients are added to the gradients of the first time.
+    One of each kind, twice: the second time, gradients are added to those of the first.
     """
     latest = {kind: mb for mb, kind in enumerate(kinds)}
     return [*latest.values(), *latest.values()]
@@ -85,18 +85,18 @@ def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Me
 
 
 FRAGMENTS = 0.05
-"""The share of a peak that the allocator's fragments may take; a plan that leaves less free is called tight."""
+"""The share of a peak that fragmentation may take; a plan that leaves less free is called tight."""
 _ROUNDING = 2**21
-"""Bytes of which large blocks are multiples."""
+"""Large blocks are multiples of this many bytes."""
 _SMALL = 2**19
 """Bytes of a block that torch keeps apart from larger ones (up to 1 MiB)."""
 
 
 def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -> int:
-    """Let the allocator's cache hold `peak` bytes, with those in use; returns how many of them the device lacks.
+    """Make the allocator's cache hold `peak` bytes, including those in use; returns how many bytes the device lacks.
 
-    Called after a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
-    most is taken for fragments and for up to `varying` bytes that depend on the data.
+    Called after a pass of one microbatch, whose small blocks are needed `in_flight` times. At most half of the rest is
+    taken for fragmentation and for up to `varying` bytes that depend on the data.
     """
     stats = _stats(device)
     small = in_flight * _unused(stats, "small_pool")
@@ -104,18 +104,18 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
     free, _ = torch.cuda.mem_get_info(device)
     missing = max(0, peak - torch.cuda.memory_allocated(device))
     more = min(int(FRAGMENTS * peak) + varying, max(0, free - missing) // 2)
-    most = free - free // 20  # the driver and NCCL take some themselves
+    most = free - free // 20  # the driver and NCCL need some
     sizes = [*_divisible(min(missing + more, most), stats), *[_SMALL] * (small // _SMALL)]
     try:
         kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    except torch.OutOfMemoryError:  # another process was faster
+    except torch.OutOfMemoryError:  # another process has taken the memory
         return missing
     del kept  # the cache has them now
     return max(0, missing - free)
 
 
 def _divisible(size: int, stats: Mapping[str, Any]) -> list[int]:
-    """The sizes of blocks of `size` bytes together that requests of any size may be served from.
+    """The sizes of blocks, together `size` bytes, from which requests of any size can be served.
 
     If the user's `max_split_size_mb` forbids to divide larger blocks, one divided block would be lost to all but
     equally large requests.
@@ -128,11 +128,11 @@ class AllocatorFigures(NamedTuple):
     """Counters of torch's caching allocator in this process; zeros on a CPU, which has none."""
 
     retries: int = 0
-    """How often it has freed memory and waited for the device, ever."""
+    """How often the allocator has freed memory and waited for the device."""
     driver_allocations: int = 0
-    """How often it has asked the driver for memory, ever."""
+    """How often the allocator has asked the driver for memory."""
     unused: int = 0
-    """Bytes that it holds of the device and no tensor uses."""
+    """Bytes that the allocator holds and no tensor uses."""
 
     @classmethod
     def of(cls, device: torch.device) -> AllocatorFigures:

@@ -1,6 +1,6 @@
 """The engine: every rank executes its own list of actions, one handler per operation.
 
-The steady state builds no strings and no dictionaries; what can be looked up once is looked up at construction.
+The steady state builds no strings and no dictionaries; all look-ups are made at construction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 _TIMERS = {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send", Op.RECV_F: "forward-recv", Op.RECV_B: "backward-recv"}
 _ALL_COMBINED = "forward-backward-send-forward-backward-recv"
-"""Megatron's names for the timers of messages, and of all in one exchange; of a send and a receive both are joined."""
+"""Megatron's timer names for single messages, and for exchanges of several; a send and a receive have a joined name."""
 
 
 class Engine:
@@ -49,7 +49,7 @@ class Engine:
         timed: Timed | None = None,
         pace: HostPace | DevicePace | None = None,
     ) -> None:
-        """`pace` is the pace of the engine that ran the list before, if the device has not been waited for since."""
+        """`pace`: the pace of the engine that ran the previous list, if the device has not been waited for since."""
         self.pp_rank = 0 if communicator is None else communicator.pp_rank
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
@@ -63,7 +63,7 @@ class Engine:
             self._connect(schedule, communicator)
         self._reduce = reduce_grad
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
-        # Without messages no rank waits for another: the pace follows the device whose time is recorded.
+        # Without messages the pace follows the device of the recorder: no rank waits for another.
         device = self.recorder.device if communicator is None else communicator.device
         self.pace = make_pace(device, len(self.actions), heartbeat) if pace is None else pace
         self._enter, self._sent = self.pace.enter, self.pace.sent
@@ -99,7 +99,7 @@ class Engine:
         self.recorder.end_step()
 
     def settle(self) -> None:
-        """Return when the device has finished every list since it was waited for last, and its messages are delivered.
+        """Return when the device has finished every list since the last call, and their messages are delivered.
 
         Raises EngineError if the device has failed, or the connection of a message was ended.
         """
@@ -109,6 +109,7 @@ class Engine:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
+        """Turn an exception into an EngineError that names the action of the list, and abandon the pace."""
         try:
             yield
         except Exception as error:
@@ -120,7 +121,7 @@ class Engine:
             end.flush()
 
     def _check(self) -> None:
-        """The device is through: it must have had every message."""
+        """Raise PeerLost if a connection was ended: the device, which is idle now, lacks messages."""
         for end, _ in self._outgoing.values():
             end.check()
         for end, *_ in self._incoming.values():
@@ -137,14 +138,14 @@ class Engine:
         self._compute(stage.backward, action.mb)
 
     def _forward_in_pair(self, action: Action) -> None:
-        """A forward, and beside it the backward that follows in the list, if the two are a pair."""
+        """Run a forward, and beside it the next backward in the list if the two are a pair."""
         other = self._behind.get(action)
         if other is None:
             self._forward(action)
             return
         ahead, behind = self._stages[action.stage], self._stages[other.stage]
         ahead.wait_for_input(action.mb)
-        self._enter(self._index + 1)  # else a rank without its gradient would seem to wait for the forward's input
+        self._enter(self._index + 1)  # else a rank that lacks its gradient would seem to wait for the forward's input
         behind.wait_for_gradient(other.mb)
         self._enter(self._index)
         self._begin(self._index)
@@ -156,7 +157,7 @@ class Engine:
         self._end(self._index + 1)
 
     def _backward_in_pair(self, action: Action) -> None:
-        """A backward that has not run beside a forward."""
+        """Run a backward unless it has run beside a forward."""
         if action not in self._beside:
             self._backward(action)
 
@@ -197,7 +198,7 @@ class Engine:
         self.recorder.end(self._index)
 
     def _connect(self, schedule: Schedule, communicator: Communicator) -> None:
-        """Look up, once per kind of message, its end and where its buffers come from."""
+        """Look up, once per kind of message, its end and the shelf of its buffers."""
         if schedule.batched:
             self._batch, self._batch_ends = communicator.batch(), schedule.batch_ends(self.pp_rank)
         for op, number in {(a.op, a.stage) for a in self.actions if a.op in MESSAGES}:
@@ -226,7 +227,7 @@ class Engine:
 def _make_stages(
     schedule: Schedule, programs: Sequence[StageProgram], *, deallocates: bool, variable: bool
 ) -> dict[int, Stage]:
-    """This rank's stages by number; stages that follow each other hand over tensors without a message."""
+    """This rank's stages by number; neighbouring stages pass tensors without a message."""
     training = any(action.op in BACKWARDS for row in schedule.actions for action in row)
     split: dict[int, set[int]] = {}
     for number, mb in schedule.split:
@@ -274,13 +275,12 @@ _WAITS = {
     Op.F: (Op.RECV_F, Stage.wait_for_input),
     **dict.fromkeys(INPUT_GRADIENTS, (Op.RECV_B, Stage.wait_for_gradient)),
 }
-"""For an operation the message before it, and how a stage waits for that."""
+"""For an operation the message before it, and the stage's method that waits for the message."""
 
 
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
-    """The handler, with a timer around its sending or, if it works on a message, around the wait for it.
-
-    Of a batch the last message waits for all: it is timed under the name of the batch.
+    """The handler, with a timer around its send, or around its wait for a message. In a batch the last message waits
+    for all, and is timed under the name of the batch.
     """
 
     def around(engine: Engine, action: Action) -> None:

@@ -25,23 +25,23 @@ from typing import Protocol
 import torch
 
 AHEAD = 4
-"""Most forwards and backwards in a GPU's queue: enough that the device never waits for its host."""
+"""The most forwards and backwards in a GPU's queue: enough that the device never waits for its host."""
 HELD = 2 * AHEAD
-"""Messages that may be sent and whose memory is not free yet, beside those at the channels' capacities."""
+"""Sent messages whose memory may not be free yet, beyond the channels' capacities."""
 
 
 class Heartbeat(Protocol):
-    """Is called before and within each action."""
+    """A listener that is called before and within each action."""
 
     def enter(self, index: int) -> None:
         """The action with this index in the rank's list begins."""
 
     def work(self, index: int) -> None:
-        """The action has the message that it waited for, and computes."""
+        """The action has its message, and begins to compute."""
 
 
 class HostPace:
-    """The host computes: actions are where it is."""
+    """The pace if the host computes: the current action is the host's."""
 
     __slots__ = ("at", "begin", "ended", "heartbeat", "length")
 
@@ -49,7 +49,7 @@ class HostPace:
         self.length = length
         self.heartbeat = heartbeat
         self.at = 0
-        """The index of the action that the host or the device is in."""
+        """The index of the current action of the host or the device."""
         self.begin = heartbeat.work
         self.ended = 0.0
         """The time at which the last list ended, on the host's clock (`perf_counter`)."""
@@ -66,7 +66,7 @@ class HostPace:
         """The send is started, and older ones were waited for if they had to be."""
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """The list is over but for what `flush` waits for."""
+        """The list is over, except for the messages that `flush` waits for."""
         self.heartbeat.enter(self.length)
         flush()
         self.ended = perf_counter()
@@ -110,11 +110,11 @@ class DevicePace:
 
     @property
     def idle(self) -> bool:
-        """Whether the device has finished everything enqueued: the rank is where its host is."""
+        """Whether the device has finished everything enqueued: then the current action is the host's."""
         return self._passed == self._made
 
     def enter(self, index: int) -> None:
-        """The host turns to an action; to the first one of a list, which its device may reach later."""
+        """The host turns to an action, or to the first of a list, which the device may reach later."""
         self._list += not index
         self.at = index
         if self.idle:
@@ -127,7 +127,7 @@ class DevicePace:
         self._mark(index, begins=True)
 
     def end(self, index: int) -> None:
-        """It is enqueued."""
+        """The forward or backward is enqueued."""
         self._mark(index, begins=False)
 
     def sent(self, index: int) -> None:
@@ -139,11 +139,11 @@ class DevicePace:
         self._mark(self.length, begins=False)
 
     def settle(self, flush: Callable[[], None]) -> None:
-        """Return when the device has finished every list, and what `flush` waits for."""
+        """Return when the device has finished every list, and `flush` has returned."""
         flush()
         self._mark(self.length, begins=False)
         self._marks.put(None)
-        assert self._thread is not None  # it follows the mark
+        assert self._thread is not None  # the thread follows the marks
         self._thread.join()
         self._thread, self.ended = None, perf_counter()
         self._raise_failure()
@@ -186,12 +186,12 @@ class DevicePace:
             self.heartbeat.enter(index)
         try:
             event.synchronize()
-        except Exception as error:  # the record stays where the device failed
+        except Exception as error:  # the current action stays where the device failed
             self._failure = index, error
             return
         if begins:
             self.heartbeat.work(index)
-        if self._marks.empty() and (self._list, self.at) > (number, index):  # the host waits for something itself
+        if self._marks.empty() and (self._list, self.at) > (number, index):  # the host itself waits for a message
             self.heartbeat.enter(self.at)
 
 

@@ -41,8 +41,7 @@ class PairRunner:
         """The index of the half that failed, after `run` has raised."""
 
     def run(self, first: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run a forward and a backward as a pair; `first` is the forward's index in the list, `first + 1` the
-        backward's."""
+        """Run a forward and a backward as a pair; in the list the forward is at `first`, the backward is next."""
         running = [first, first + 1]
         for index in reversed(running):  # the forward last, which is first to run
             self.recorder.begin(index)
@@ -69,7 +68,7 @@ class PairRunner:
 
 @contextmanager
 def _refusing_autograd() -> Iterator[None]:
-    """Refuse backwards that the caller's thread asks for, in which a pair's forward runs (PP-E784).
+    """Refuse backwards from the caller's thread, in which a pair's forward runs (PP-E784).
 
     On CUDA a device's backwards run one after the other in one thread of autograd's, and there the pair's own backward
     waits for its turn: the forward would wait for it, and never hand over.
@@ -88,7 +87,7 @@ def _refusing_autograd() -> Iterator[None]:
 
 
 class _Refusing:
-    """Autograd's engine, to which all of torch's and ppctl's backwards come, but for those that `threads` ask for."""
+    """A stand-in for autograd's engine, through which all backwards go, that refuses those of `threads`."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -106,9 +105,8 @@ class _Refusing:
 
 
 def _same_state(device: torch.device) -> Callable[[], None]:
-    """A function that gives another thread the state that torch keeps for each: device and stream, autocast, modes.
-
-    So kernels of both halves go into one queue, and whoever watches or casts this thread's operations has both halves.
+    """A function that gives another thread this thread's state in torch: device and stream, autocast, modes. So kernels
+    of both halves go into one queue, and modes that watch or cast this thread's operations see both halves.
     """
     kind = device.type
     stream = torch.cuda.current_stream(device) if kind == "cuda" else None
@@ -123,7 +121,7 @@ def _same_state(device: torch.device) -> Callable[[], None]:
         if autocast is not None:
             torch.set_autocast_enabled(kind, autocast[0])
             torch.set_autocast_dtype(kind, autocast[1])
-        for mode in function_modes:  # pushed and not entered: the thread never leaves them
+        for mode in function_modes:  # pushed, not entered: the thread never leaves them
             _push_function_mode(mode)
         for mode in dispatch_modes:
             _push_dispatch_mode(mode)

@@ -45,12 +45,12 @@ class Recorder:
         Recorder.follow(self, actions)
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """Stamp another list from the next step on; what was stamped before is forgotten."""
+        """Stamp another list from the next step on; earlier stamps are dropped."""
         self.actions = tuple(actions)
         self._stamped = [index for index, action in enumerate(self.actions) if action.op not in MESSAGES]
         stamped = [self.actions[index] for index in self._stamped]
         self._keys = [(op is Op.F, stage) if op in COMPUTE else None for op, stage, _ in stamped]
-        """For each stamped action what its time counts as, (forward, stage); None for what is no computing."""
+        """For each stamped action (forward, stage), as which its time counts; None if it does not compute."""
         self._counts = Counter((op is Op.F, stage) for op, stage, _ in stamped if op in PASSED_ON)
         self._starts = [0.0] * len(self.actions)
         self._ends = [0.0] * len(self.actions)
@@ -102,11 +102,11 @@ class Recorder:
 
 
 class CudaRecorder(Recorder):
-    """Stamps with CUDA events on the current stream, and reads a step at the end of the one after it.
+    """Stamps with CUDA events on the current stream, and reads a step's events at the end of the next step.
 
-    Never synchronises the device: a step whose events the device has not passed by then is not read at all. Two sets of
-    events take turns; each step's origin is placed on the host's clock by its distance to the origin read before, so
-    that the float milliseconds of `elapsed_time` never grow large.
+    Never synchronises the device: a step whose events the device has not passed by then is never read. Two sets of
+    events take turns; each step's origin is placed on the host's clock by its distance to the previously read origin,
+    so that the float milliseconds of `elapsed_time` never grow large.
     """
 
     def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:
@@ -141,13 +141,13 @@ class CudaRecorder(Recorder):
         self._now.ends[index].record()
 
     def end_step(self) -> None:
-        """Read the step before, if the device is through with it."""
+        """Read the previous step, if the device has finished it."""
         self._steps += 1
         if self._steps > 1 and self._stamped and self._before.ends[self._stamped[-1]].query():
             self._read(self._before)
 
     def stamps(self) -> list[tuple[int, float, float]]:
-        """The newest step that was read: one step late. Empty before that."""
+        """The stamps of the newest step that was read, one step late; empty before."""
         return self._readable
 
     def stamps_now(self) -> list[tuple[int, float, float]]:

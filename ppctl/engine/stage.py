@@ -1,8 +1,8 @@
 """The execution of one stage: forward and backward of its microbatches, and what is kept between forward and backward.
 
-From the F of a microbatch to the end of its B exactly its input is kept, and what autograd saved. Of an output only
-the place in the graph is kept (a gradient edge); the tensor itself is free as soon as its message is delivered. If
-the backward is split, all that ends with the I; from there to the W the operands of weight gradients are kept.
+From the F of a microbatch to the end of its B exactly its input is kept, and what autograd saved. Of an output only the
+gradient edge in the graph is kept; the tensor is free as soon as its message is delivered. If the backward is split,
+all this ends with the I; from there to the W the operands of weight gradients are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppctl.weight_gradients.deferred import DeferredGradients, collecting
 from ppctl.weight_gradients.intercept import intercepting
 
 AroundBackward = Callable[[int, Callable[[], None]], None]
-"""Called with a microbatch and what runs its backward."""
+"""A function that is called with a microbatch's number and a function that runs its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class StageProgram:
     receives: Sequence[TensorLike] = ()
     sends: Sequence[TensorLike] = ()
     around_backward: AroundBackward | None = None
-    """Called as `around_backward(mb, run)` in place of a backward, and of each half of a split one; it must call
-    `run()`, which is that backward or half, once. There is no such hook for forwards: `forward` itself can do it."""
+    """Called as `around_backward(mb, run)` in place of a backward, or of each half of a split one; it must call
+    `run()`, which runs that backward or half, once. Forwards need no such hook: `forward` itself can do this."""
     prepare: Callable[[int], None] | None = None
     """Called as `prepare(mb)` before the wait for a forward's input: its time does not count as the stage's."""
     whole: Sequence[torch.Tensor] = ()
-    """Weights of which a split backward defers nothing: their gradients are computed in I."""
+    """Weights whose gradients a split backward does not defer, but computes in I."""
     intercept: bool = True
-    """Whether split backwards find products with weights by watching torch's functions. Not needed if each product
-    asks by itself (`weight_gradients.deferred.deferring`), as those of ppctl's own models do."""
+    """Whether split backwards find products with weights by watching torch's functions. Not needed if each product asks
+    by itself (`weight_gradients.deferred.deferring`), as in ppctl's own models."""
     on_deferred: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
     """Called before each W with the parameters whose gradients it computes."""
 
@@ -70,7 +70,8 @@ class Stage:
     """A stage's microbatches in flight, and the hand-over to its neighbours.
 
     By microbatch: `inbox` and `gradient_inbox` hold messages that have arrived or are on their way, `outbox` and
-    `gradient_outbox` those that wait for their send. To a neighbour on the same rank they go straight into its inbox.
+    `gradient_outbox` those that wait for their send. Messages to a neighbour on the same rank go straight into its
+    inbox.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Stage:
         self.is_last = is_last
         self.training = training
         self.hands_back = hands_back
-        """Whether somebody needs the gradient of its input: autograd makes none otherwise."""
+        """Whether the gradient of the stage's input is needed: otherwise autograd makes none."""
         self._keep_outputs = is_last or not deallocate_outputs
         self.inbox: dict[int, Arrival] = {}
         self.gradient_inbox: dict[int, Arrival] = {}
@@ -103,22 +104,22 @@ class Stage:
         self.gradient_inbox_of_previous: dict[int, Arrival] | None = None
         self._live: dict[int, Live] = {}
         self._due: dict[int, tuple[DeferredGradients, tuple[Arrival, ...]]] = {}
-        """From I to W, and messages in whose memory something deferred lies: released with the W."""
+        """Kept from I to W, with messages whose memory deferred operands lie in: released with the W."""
 
     def wait_for_input(self, mb: int) -> None:
-        """Return once all that the forward of a microbatch needs is there."""
+        """Wait until the input of a microbatch's forward is there."""
         if self.program.prepare is not None:
             self.program.prepare(mb)
         if not self.is_first:
             self.inbox[mb].wait()
 
     def wait_for_gradient(self, mb: int) -> None:
-        """Return once the gradient of a microbatch's output is there."""
+        """Wait until the gradient of a microbatch's output is there."""
         if not self.is_last:
             self.gradient_inbox[mb].wait()
 
     def forward(self, mb: int) -> None:
-        """Run the program on a microbatch and hand its output on."""
+        """Run the program on a microbatch and send its output."""
         arrival = None if self.is_first else self.inbox.pop(mb)
         if not self.training:
             self._forward_only(mb, arrival)
@@ -153,10 +154,9 @@ class Stage:
             self.outbox[mb] = tuple(t.detach().contiguous() for t in outputs)
 
     def backward(self, mb: int) -> None:
-        """Hand on the gradient of a microbatch's input, accumulate the gradients of weights, and end the microbatch's
-        life.
+        """Run a microbatch's backward: send the gradient of its input, accumulate weight gradients, and free its state.
 
-        Of a split backward this is the I: deferred gradients of weights are left to `weight_gradients`.
+        If the backward is split this is the I: deferred weight gradients are left to `weight_gradients`.
         """
         arrival, leaves, edges, outputs, deferred = self._live.pop(mb)
         gradient = None if self.is_last else self.gradient_inbox.pop(mb)
@@ -177,7 +177,7 @@ class Stage:
             each.release()
 
     def weight_gradients(self, mb: int) -> None:
-        """Accumulate the weight gradients that the I of a microbatch deferred, and end its life."""
+        """Accumulate the weight gradients that the I of a microbatch deferred, and free its state."""
         deferred, arrivals = self._due.pop(mb)
         if self.program.on_deferred is not None:
             self.program.on_deferred(deferred.parameters)
@@ -202,6 +202,7 @@ class Stage:
         return collect(deferred, backward=backward)
 
     def _hand_back(self, mb: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Give the inputs' gradients to the previous stage here, or to the outbox. Raises if one is missing."""
         message = tuple(g.contiguous() for g in gradients if g is not None)
         if len(message) < len(gradients):
             raise no_gradient(self.program.stage, mb)
@@ -218,7 +219,7 @@ class Stage:
 
 
 def refuse_other_outputs(stage: int, mb: int, outputs: object, sends: MessageSpec) -> None:
-    """Raise TrainingError (PP-E712) for outputs that are not what a stage sends."""
+    """Raise TrainingError (PP-E712) for outputs whose number, shapes or dtypes are not those of `sends`."""
     if _is_message(outputs) and sends.fits(outputs):
         return
     message = f"stage {stage} put {_describe(outputs)} on its edge to stage {stage + 1}, in microbatch {mb}; "
@@ -227,7 +228,7 @@ def refuse_other_outputs(stage: int, mb: int, outputs: object, sends: MessageSpe
 
 
 def refuse_other_loss(stage: int, mb: int, outputs: object) -> None:
-    """Raise TrainingError (PP-E714) for what is no loss whose backward can run."""
+    """Raise TrainingError (PP-E714) if the output is no loss whose backward can run."""
     if _is_message(outputs) and len(outputs) == 1 and outputs[0].numel() == 1 and outputs[0].requires_grad:
         return
     message = f"the last stage (stage {stage}) must return one scalar loss that needs a gradient; "
@@ -247,7 +248,7 @@ def run_backward(edges: Sequence[GradientEdge | None], seeds: Sequence[torch.Ten
     """Backward from the outputs that have a graph; a stage without any (all frozen) has nothing to do."""
     pairs = [(edge, seed) for edge, seed in zip(edges, seeds, strict=True) if edge is not None]
     if pairs:
-        # What torch.autograd.backward comes down to, which imports sympy to look at shapes that the plan knows.
+        # The core of torch.autograd.backward, which itself imports sympy to check shapes that the plan knows.
         roots, gradients = zip(*pairs, strict=True)
         _engine_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 

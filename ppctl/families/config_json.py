@@ -1,6 +1,6 @@
 """config.json and ModelConfig, both ways, exactly or not at all.
 
-What a family cannot express is never dropped: a model is written only if reading it back gives the same model.
+Nothing is dropped silently: a model is written only if reading it back gives the same model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def known_families() -> list[str]:
 
 
 def read_config(config: Mapping[str, Any], place: str) -> tuple[Family, ModelConfig]:
-    """The family and the model of a config.json; `place` is where it was read. Raises ConfigError: PP-E520 for an
-    unknown family, PP-E521 naming each key that ppctl does not build or misses."""
+    """The family and the model of a config.json, which was read at `place`. Raises ConfigError: PP-E520 for an unknown
+    family, PP-E521 naming each key that ppctl does not build or misses."""
     kind = config.get("model_type")
 
     def refused(message: object, key: str = "model_type", code: str = "PP-E521") -> Problem:
@@ -65,6 +65,7 @@ def read_config(config: Mapping[str, Any], place: str) -> tuple[Family, ModelCon
 
 
 def _read_field(field: Field, config: Mapping[str, Any]) -> dict[str, Any]:
+    """{our name: value} of a field of config.json. Raises Unbuilt for a value that ppctl does not build."""
     name = f"model.{field.ours}"
     try:
         value = converted_value(name, field.read(config[field.theirs]))
@@ -77,8 +78,8 @@ def _read_field(field: Field, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that expresses `model` exactly, and its config.json. Raises ConfigError (PP-E522) naming, for the
-    family that comes nearest, what it cannot express."""
+    """The family that expresses `model` exactly, and its config.json. Raises ConfigError (PP-E522) naming the keys that
+    the nearest family cannot express."""
     wanted = _architecture(model)
     nearest: tuple[int, Family, list[str]] | None = None
     for family in FAMILIES:
@@ -86,7 +87,7 @@ def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
         try:
             read = _architecture(read_config(written, family.model_type)[1])
         except ConfigError:
-            continue  # the model lacks what every one of the family has
+            continue  # the model lacks a value that all of the family have
         lost = sorted(key for key, value in wanted.items() if read[key] != value)
         if not lost:
             return family, written

@@ -25,7 +25,7 @@ _LLAMA3 = {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"}
 
 
 Conversion = tuple[Callable[[Json], dict[str, Any]], Callable[[ModelConfig], dict[str, Any]]]
-"""Several keys of config.json that make several of ours: what reads theirs, and what writes ours."""
+"""(read, write): functions that convert several keys of config.json into several of ours, and back."""
 
 
 class Unbuilt(Exception):
@@ -72,7 +72,7 @@ def _read_rope(config: Json) -> dict[str, Any]:
 
 
 def _positions(config: Json) -> Json:
-    """The mapping that counts, by transformers' rule (`RotaryEmbeddingConfigMixin`) if a file has both."""
+    """The mapping that takes effect, by transformers' rule (`RotaryEmbeddingConfigMixin`) if a file has both."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if isinstance(rope, Mapping) and not any(isinstance(value, Mapping) for value in rope.values()):
         return rope
@@ -85,7 +85,7 @@ def _read_llama3(scaling: Json) -> dict[str, Any]:
 
 
 def _read_yarn(config: Json, scaling: Json) -> dict[str, Any]:
-    """Read YaRN's sizes. Those of `_YARN` that are missing, null or zero are ppctl's defaults, the paper's."""
+    """Read YaRN's sizes. Those in `_YARN` that are missing, null or zero get the paper's defaults."""
     for key, built in (("attention_factor", None), ("truncate", True)):
         if scaling.get(key, built) is not built:
             raise Unbuilt("rope_scaling", f"YaRN with {key}={scaling[key]} is not built")
@@ -93,13 +93,13 @@ def _read_yarn(config: Json, scaling: Json) -> dict[str, Any]:
         raise Unbuilt("rope_scaling", "YaRN with only one of mscale and mscale_all_dim is not built")
     values = {key: float(number(scaling, key)) for key in _YARN if scaling.get(key)}
     if scaling["factor"] is None and scaling[_ORIGINAL]:
-        # As in transformers: as many times longer as the longest sequence is than the original one.
+        # As in transformers: the ratio of the longest sequence to the original one.
         return {"rotary_scaling_factor": whole(config, "max_position_embeddings") / scaling[_ORIGINAL], **values}
     return {"rotary_scaling_factor": float(number(scaling, "factor")), **values}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
-    """In the form before transformers 5, which all versions read."""
+    """Write positions in the form before transformers 5, which all versions read."""
     scaling: dict[str, Any] | None = None
     if model.rotary_scaling_factor is not None and model.rotary_scaling_type == "llama3":
         scaling = {"rope_type": "llama3", "factor": model.rotary_scaling_factor}
@@ -179,7 +179,7 @@ def _write_sparse_step(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_divided(config: Json) -> dict[str, Any]:
-    """No key of ours: several sigmoids are divided by their sum, a single one is not (decision 24)."""
+    """Return nothing, or raise Unbuilt: ppctl divides several sigmoids by their sum, not a single one (decision 24)."""
     several, divided = whole(config, "num_experts_per_tok") > 1, bool(config["norm_topk_prob"])
     if several == divided or _read_first_dense(config)["num_moe_experts"] is None:
         return {}

@@ -23,12 +23,12 @@ Shape = tuple[int, ...]
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SCALE = "_scale_inv"
-"""The end of the name of the tensor with the inverse scales, one per block, of a matrix in 8-bit floats."""
+"""The suffix of the tensor with the inverse scales, one per block, of a matrix in 8-bit floats."""
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _BLOCK = (128, 128)
 UNREAD = ("rotary_emb.inv_freq",)
-"""Ends of names of tensors in old files that are not needed."""
+"""Suffixes of tensors in old files that are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     skipped = described.mtp_num_layers if not model.mtp_num_layers else model.mtp_num_layers
     whole = replace(model, mtp_num_layers=skipped)
     known = {*_copies(whole), *stored_names(family, whole).values()}
-    copies = {name: of for name, of in _copies(model).items() if name in stored}
+    copies = {name: first for name, first in _copies(model).items() if name in stored}
     opened = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, _block(config, path))
     if problems := list(_misfits(opened, known)):
         raise CheckpointError(problems)
@@ -86,7 +86,7 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
 
 
 def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Rows and columns that share a scale. Raises ConfigError (PP-E521) if what config.json says is no size."""
+    """Rows and columns that share a scale. Raises ConfigError (PP-E521) if config.json gives no sizes."""
     said = config.get("quantization_config") or {}
     block = (said.get("weight_block_size") or _BLOCK) if isinstance(said, Mapping) else ()
     if isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
@@ -97,8 +97,8 @@ def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 
 def quantised_note(path: Path) -> str:
-    """A line about a directory whose config says that its weights are quantised and that stores them as plain floats,
-    as whoever turns them into floats often leaves it (transformers would go by the config); empty for others."""
+    """A note on a directory whose config says that weights are quantised, although they are stored as plain floats (a
+    common leftover of converting them; transformers would go by the config); else empty."""
     said = read_config_file(path).get("quantization_config")
     dtypes = {stored.dtype for stored in read_directory(path).values()} if said and has_weights(path) else set()
     if not dtypes or not dtypes <= {*_FLOATS}:
@@ -115,7 +115,7 @@ def has_weights(path: Path) -> bool:
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
     """Canonical name -> shape, for the whole model with its multi-token prediction, in canonical order. Every expert is
-    a tensor of its own. A tied output and the copy of the embedding that MTP reads are no tensors."""
+    a tensor of its own. A tied output and MTP's copy of the embedding are left out."""
     sizes = Sizes.of(model)
     layers = [Layer("decoder", index) for index in range(model.num_layers)]
     layers += [Layer("mtp", depth) for depth in range(model.mtp_num_layers or 0)]
@@ -127,7 +127,7 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_tensors(rows: tuple[Parameter, ...], layer: int) -> Iterator[tuple[str, Shape]]:
-    """The tensors of one layer: expert by expert if its rows are experts'."""
+    """Yield (name, shape) of one layer's tensors: expert by expert for rows of experts."""
     for experts, run in groupby(rows, key=lambda row: row.experts):
         alike = list(run)
         for expert in range(experts or 1):
@@ -136,28 +136,28 @@ def _layer_tensors(rows: tuple[Parameter, ...], layer: int) -> Iterator[tuple[st
 
 
 def stored_names(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Canonical name -> what the family calls it, for the whole model."""
+    """Canonical name -> the family's name, for the whole model."""
     return {name: stored_name(name, model.num_layers, family.names) for name in model_tensors(model)}
 
 
 def mtp_tables(model: ModelConfig) -> dict[str, str]:
-    """Stored name of each table that MTP modules are stored with -> the canonical tensor that it is a copy of."""
+    """Stored name of each table in MTP modules -> the canonical tensor of which it is a copy."""
     tied = model.share_embeddings_and_output_weights
     modules = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
-    copies = {f"model.layers.{module}.{name}": of for module in modules for name, of in MTP_COPIES.items()}
-    return {name: EMBEDDING if tied else of for name, of in copies.items()}
+    copies = {f"model.layers.{module}.{name}": first for module in modules for name, first in MTP_COPIES.items()}
+    return {name: EMBEDDING if tied else first for name, first in copies.items()}
 
 
 def _copies(model: ModelConfig) -> dict[str, str]:
-    """Stored name -> canonical name, of copies that may be stored besides and must equal the original."""
+    """Stored name -> canonical name, for copies that may also be stored and must equal the original."""
     tied = {"lm_head.weight": EMBEDDING} if model.share_embeddings_and_output_weights else {}
     return mtp_tables(model) | tied
 
 
 def _misfits(opened: ModelDirectory, known: Collection[str]) -> Iterator[Problem]:
     shapes = model_tensors(opened.model)
-    expected = {name: shapes[of] for of, name in opened.names.items()}
-    expected |= {name: shapes[of] for name, of in opened.copies.items()}
+    expected = {name: shapes[first] for first, name in opened.names.items()}
+    expected |= {name: shapes[first] for name, first in opened.copies.items()}
     missing = [name for name in expected if name not in opened.stored]
     unknown = [name for name in opened.stored if name.removesuffix(SCALE) not in known and not name.endswith(UNREAD)]
     if missing:

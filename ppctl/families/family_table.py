@@ -1,4 +1,4 @@
-"""The families: how each writes a model's sizes in config.json, and what it calls its tensors. A family is a row.
+"""The families, one row each: their fields in config.json, and their names of tensors.
 
 Sources: the public config.json of each family's models, and the defaults of the classes in transformers that read them.
 """
@@ -54,7 +54,7 @@ LATENT = {
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.wkv_b": "self_attn.kv_b_proj",
 }
-"""DeepSeek's families: names that differ, and modules that only they have."""
+"""DeepSeek's families: different names, and modules that only they have."""
 
 MIXTRAL = {
     "moe.router": "block_sparse_moe.gate",
@@ -68,7 +68,7 @@ MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared
 """Module within an MTP module; its decoder layer has the names of `LAYER`."""
 
 MTP_COPIES = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
-"""Copies of the model's tables that every MTP module is stored with there: name within it -> what it is a copy of."""
+"""Copies of tables in DeepSeek's stored MTP modules: name within the module -> the original."""
 
 _EXPERT_NAME = re.compile(r"\.experts\.(\d+)\.")
 _LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
@@ -89,7 +89,7 @@ def stored_name(name: str, num_layers: int, own_names: Mapping[str, str]) -> str
 
 
 def _within(name: str, table: Mapping[str, str]) -> str:
-    """The other format's name of a layer's tensor: its own row of `table`, or that of its module."""
+    """The other format's name of a layer's tensor: from its own row in `table`, or its module's."""
     if name in table:
         return table[name]
     module, _, kind = name.rpartition(".")
@@ -103,7 +103,7 @@ def _within(name: str, table: Mapping[str, str]) -> str:
 
 
 class Field(NamedTuple):
-    """One key of config.json that is one of ours."""
+    """One key of config.json that corresponds to one of ours."""
 
     theirs: str
     ours: str
@@ -123,19 +123,19 @@ class Family:
     architecture: str
     """transformers' class, as config.json names it."""
     implied: Mapping[str, Any]
-    """Our keys that every model of the family has at this value."""
+    """Our key -> the value that every model of the family has."""
     defaults: Mapping[str, Any]
-    """Key of config.json -> what a file without it means: the default of transformers' config class (decision 24)."""
+    """Key of config.json -> its value if a file lacks it: the default of transformers' config class (decision 24)."""
     fields: tuple[Field, ...]
     conversions: tuple[Conversion, ...]
     fixed: Mapping[str, tuple[Any, ...]]
     """Keys of config.json that change what is computed -> the values that ppctl builds; the first is the default."""
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Module -> its name, if that is not the one in `LAYER`."""
+    """Module -> its name, if that is not its name in `LAYER`."""
     also: tuple[str, ...] = ()
     """Other values of model_type that mean this family."""
     synonyms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Key that transformers reads and may write -> the same key as this table calls it."""
+    """Another name of a key in transformers -> the name in this table."""
 
 
 _SIZES = (

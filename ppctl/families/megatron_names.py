@@ -1,7 +1,7 @@
-"""Where Megatron-core keeps each tensor of a model: its key in a `torch_dist` checkpoint, and which rows of it.
+"""Where Megatron-core keeps each tensor of a model: its key in a `torch_dist` checkpoint, and the rows.
 
-A tensor of ours is a run of rows of theirs, or some rows of every group of heads: queries, keys and values are one
-matrix there, group by group, and the gate of a feed-forward stands in front of its other half. Source: the sharded
+A tensor of ours is a run of rows of Megatron's, or some rows of every group of heads: queries, keys and values are one
+matrix in Megatron, group by group, and the gate of a feed-forward comes before its other half. Source: the sharded
 state dicts of Megatron-core 0.16 (`transformer/*.py`, `ssm` aside).
 """
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class RowBlock(NamedTuple):
-    """Rows of a tensor that is `groups` equal blocks of rows: of each block `size` rows from `first` on."""
+    """Rows of a tensor of `groups` equal blocks of rows: `size` rows from `first` on in each block."""
 
     groups: int
     first: int
@@ -34,9 +34,9 @@ class MegatronPlace(NamedTuple):
     keys: tuple[str, ...]
     """Keys with one entry per layer: first the key that is written today, then alternatives for reading."""
     rows: RowBlock | None = None
-    """Which rows of what is stored under the key; None for all."""
+    """Which rows of the stored tensor; None for all."""
     alone: str = ""
-    """The text that is appended to the key if these rows are stored by themselves."""
+    """The suffix of the key if these rows are stored by themselves."""
 
 
 MODEL = {
@@ -83,16 +83,16 @@ STACKED = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
 STACKED_EXPERT = re.compile(r"(.+\.experts\.experts)\.(\d+)\.(.+)")
 
 SKIPPED = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler", "param_groups")
-"""Beginnings of keys of what is no weight."""
+"""Prefixes of keys that are no weights."""
 
 
 def is_stacked(model: ModelConfig) -> bool:
-    """Whether Megatron-core stacks the decoder's layers by itself: if all are of one kind."""
+    """Whether Megatron-core stacks the decoder's layers by default: if all are of one kind."""
     return len(set(moe_layer_pattern(model))) == 1
 
 
 def places(model: ModelConfig) -> dict[str, MegatronPlace]:
-    """Canonical name -> where it is, for all of a model's tensors."""
+    """Canonical name -> its place, for all of a model's tensors."""
     shapes = model_tensors(model)
     return {name: _place(name, shapes, model) for name in shapes}
 
@@ -147,7 +147,7 @@ def _within(name: str, shape: Shape, model: ModelConfig, moe: bool) -> MegatronP
 
 
 def _of_groups(which: str, model: ModelConfig) -> RowBlock:
-    """The rows of queries, keys or values: of each group its heads' queries, then its keys, then its values."""
+    """The rows of queries, keys or values: each group has its heads' queries, then its keys, then its values."""
     groups, head = model.query_groups, model.head_dim
     queries = model.num_attention_heads // groups * head
     first, count = {"q": (0, queries), "k": (queries, head), "v": (queries + head, head)}[which]
@@ -155,13 +155,13 @@ def _of_groups(which: str, model: ModelConfig) -> RowBlock:
 
 
 def written(model: ModelConfig) -> dict[str, tuple[Shape, Mapping[str, RowBlock | None]]]:
-    """Key with layers and experts of their own -> its shape, and which rows of it each of our tensors is."""
+    """Key (one per layer and expert) -> (its shape, our tensors in it -> their rows)."""
     shapes, matrices = model_tensors(model), dict[str, tuple[Shape, dict[str, RowBlock | None]]]()
     for name, place in places(model).items():
         shape = shapes[name]
         if place.rows is not None:
             shape = (place.rows.groups * place.rows.block, *shape[1:])
-        # Norms have two keys, by the kind of layers that Megatron-core builds: both are written, as they are small.
+        # Norms have two keys, depending on the kind of Megatron-core's layers: both are written, as norms are small.
         for key in place.keys if len(shape) == 1 and name.startswith("layers.") else place.keys[:1]:
             matrices.setdefault(key, (shape, {}))[1][name] = place.rows
     return dict(matrices)

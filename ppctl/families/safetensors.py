@@ -1,6 +1,6 @@
 """The headers of safetensors files: which tensors a directory has, and whether their bytes are there.
 
-Nothing but headers is read, which takes milliseconds for any size.
+Only headers are read, which takes milliseconds for any size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS = {
     6: ("F6_E2M3", "F6_E3M2"),
     4: ("F4",),
 }
-"""Bits of one value -> every dtype of the format."""
+"""Bits of one value -> the format's dtypes of this size."""
 _SIZES = {dtype: bits for bits, dtypes in _BITS.items() for dtype in dtypes}
 _MOST_BYTES_OF_A_HEADER = 100_000_000
 
@@ -43,9 +43,8 @@ class Stored:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file. Raises CheckpointError (PP-E523) for one that is missing, cut or of another kind, and
-    for one whose tensors have other sizes than their bytes, or do not lie one after the other: what the library itself
-    would not open."""
+    """The tensors of one file. Raises CheckpointError (PP-E523) for a file that is missing, cut off or of another kind,
+    or that the library would not open because tensors' sizes do not fit their bytes or leave gaps."""
     try:
         with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -75,7 +74,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
-    """A tensor of a header whose tensors' bytes begin at `start`. Raises ValueError for numbers that are none."""
+    """A tensor of a header; the file's values begin at `start`. Raises ValueError for invalid numbers."""
     shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(each) is int and each >= 0 for each in (*shape, first, last)):
         raise ValueError(entry)
@@ -83,7 +82,7 @@ def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
 
 
 def _misfits(tensors: Mapping[str, Stored], start: int) -> Iterator[str]:
-    """A line for each tensor whose bytes do not fit its shape and dtype, or do not begin where the one before ends."""
+    """A line per tensor whose bytes do not fit its shape and dtype, or do not begin where the previous tensor's end."""
     for name, each in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         bits, type_ = math.prod(each.shape) * _SIZES.get(each.dtype, 0), f"{each.dtype}{list(each.shape)}"
         if each.dtype not in _SIZES:

@@ -1,6 +1,6 @@
-"""Where a causal language model of unknown code can be cut: found by its structure and by watching one forward.
+"""Where a causal language model of unknown code can be cut, from its structure and from watching one forward.
 
-Nothing here goes by the name of a class.
+Nothing here depends on names of classes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ppctl.foreign.library import call, recorded
 from ppctl.geometry.foreign_model import Anatomy
 
 _TOKENS = 4
-"""In each of two sequences of the forward that is watched."""
+"""Tokens in each of the two sequences of the watched forward."""
 
 
 class CannotCut(Exception):
-    """A model has something that a cut cannot carry; the text names the module."""
+    """A cut would lose something; the text names the module."""
 
 
 def survey(model: nn.Module) -> Anatomy:
-    """The anatomy of a whole model with weights, on the CPU. Raises CannotCut naming what stands against a cut. A
-    forward of 2 x 4 tokens is watched, so the model should be small; the anatomy is that of all sizes."""
+    """The anatomy of a whole model with weights, on the CPU. Raises CannotCut naming the obstacle. A forward of 2 x 4
+    tokens is watched, so the model should be small; the anatomy holds for all sizes."""
     name, layers = structure(model)
     embedding, head, tied = _ends(model)
     outside = _outside(model, name)
@@ -40,6 +40,7 @@ def survey(model: nn.Module) -> Anatomy:
 
 
 def _ends(model: Any) -> tuple[str, str, bool]:
+    """(path of the embedding, path of the head, whether they share a weight). Raises CannotCut without them."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): path for path, module in model.named_modules()}
     if id(embedding) not in names or id(head) not in names:
@@ -48,8 +49,8 @@ def _ends(model: Any) -> tuple[str, str, bool]:
 
 
 def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name of the list of decoder layers, and the list; the model may be on meta. Raises CannotCut if modules and
-    the owners of weights, of which nothing has to run, stand against a cut."""
+    """The name of the list of decoder layers, and the list; the model may be on meta. Raises CannotCut if modules or
+    shared weights prevent a cut; nothing is run."""
     embedding, head, tied = _ends(model)
     name, layers = _layers_of(model)
     for path, module in _outside(model, name).items():
@@ -61,7 +62,7 @@ def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """The modules outside the layers that have weights or saved buffers of their own."""
+    """Name -> module outside the layers with weights or saved buffers of its own."""
     named = model.named_modules()
     return {path: module for path, module in named if not path.startswith(f"{layers}.") and next(saved(module), None)}
 
@@ -89,10 +90,10 @@ def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequence[str] | None = None) -> None:
-    """Refuse parameters that several parts of the model share, except the weight of a tied head.
+    """Raise CannotCut for parameters that several parts of the model share, except the weight of a tied head.
 
-    Parts are the single layers and the modules outside them; with `first` (the names of the modules that run before
-    the layers), the modules before and after the layers are two parts.
+    Parts are the single layers and the modules outside them; with `first` (the names of the modules that run before the
+    layers), the modules before and after the layers are two parts.
     """
 
     def part(name: str) -> str:
@@ -109,8 +110,8 @@ def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequenc
 def _watch(
     model: nn.Module, layers: nn.ModuleList, outside: dict[str, nn.Module]
 ) -> tuple[list[str | int], int, tuple[int, ...]]:
-    """Who is called in one forward: layers by index, modules outside by name; how layers return; and of a model that
-    adds to the loss how many tensors the routers of each layer record.
+    """(the calls in one forward, layers by index and other modules by name; how layers return; if the model adds to the
+    loss, how many tensors the routers of each layer record). Raises CannotCut.
     """
     calls: list[str | int] = []
     forms, widths = Counter[int](), Counter[tuple[int, ...]]()
@@ -143,7 +144,7 @@ def _watch(
 
 
 def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Refuse hidden states that are no single one, [sequences, tokens, width], of a width that all layers share."""
+    """Raise CannotCut unless every hidden state is one tensor, [sequences, tokens, width], of equal width."""
     if len(shapes) > 1 or any(len(shape) != 3 or shape[:2] != (2, _TOKENS) for shape in shapes):
         listed = ", ".join(str(list(shape)) for shape in shapes)
         reason = f"a message carries one state, of the same width for all layers, [2, {_TOKENS}, width]"
@@ -153,6 +154,7 @@ def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
 def _sides(
     outside: dict[str, nn.Module], calls: list[str | int], count: int, name: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(modules called before all layers, after all), from the order of calls. Raises CannotCut."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
         wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])

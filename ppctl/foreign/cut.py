@@ -32,7 +32,7 @@ class ModuleCut:
     parts: tuple[tuple[str, ...], ...]
     """The names of the modules with parameters or saved buffers."""
     inner: str = ""
-    """The name of the inner model, the one child that holds several of these modules and is no container; or ""."""
+    """The name of the inner model, the only child (no container) that holds several of these modules; or ""."""
 
     @cached_property
     def _parts_by_name(self) -> dict[str, int]:
@@ -47,7 +47,7 @@ class ModuleCut:
         return None
 
     def forward_around(self, path: str) -> str:
-        """The name of the module whose forward calls the one at this path: the inner model, or "" for the model."""
+        """The module whose forward calls the module at this path: the inner model's name, or "" for the model."""
         return self.inner if self.inner and f"{path}.".startswith(f"{self.inner}.") else ""
 
     @property
@@ -61,7 +61,7 @@ UNCUT = ModuleCut(())
 
 
 def cut_around(anatomy: Anatomy, layers: Sequence[Layer]) -> ModuleCut:
-    """Three parts of a model of transformers: what runs before these neighbouring layers, the layers, the rest."""
+    """A cut of a model of transformers into three parts: before these neighbouring layers, the layers, the rest."""
     inside = [anatomy.layer(index) for index in range(anatomy.count)]
     order = [*anatomy.first, *inside, *anatomy.last]
     ends = {"embedding": anatomy.first, "loss": anatomy.last}
@@ -91,8 +91,8 @@ def further_names(model: nn.Module) -> dict[str, str]:
 
 
 def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: int) -> ModuleCut:
-    """The cut that names describe. Raises ConfigError (PP-E131) with all that is wrong: unknown names, a module named
-    in two parts or in none, an empty part, a number of parts that pp ranks cannot share.
+    """The cut by `parts`. Raises ConfigError (PP-E131) with all problems: unknown names, a module named in two parts or
+    in none, an empty part, a number of parts that pp ranks cannot share.
     """
     if parts is None:
         message = "a module that is not from transformers is cut by the names of its modules, and none are given"

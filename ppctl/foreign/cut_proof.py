@@ -1,8 +1,8 @@
-"""Whether a module can be cut between its parts, and what then travels: from one forward on meta tensors.
+"""Whether a module can be cut between its parts, and the messages: from one forward on meta tensors.
 
 Every tensor is followed from the operation that makes it. Beyond a cut only the tensor that enters the next part may be
-read: anything else of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
-would be lost without a word.
+read: any other value of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
+would be lost silently.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Crossing:
     edges: tuple[Tensor, ...]
     """The message from each part to the next one, on meta."""
     forms: Forms = field(default_factory=dict)
-    """Module -> what it returns, on meta."""
+    """Module -> its result, on meta."""
     output: Any = None
-    """The model's result, on meta; None if that was not seen."""
+    """The model's result, on meta; None if it was not seen."""
 
 
 def look_at(
@@ -52,11 +52,11 @@ def look_at(
     around: Sequence[Casts] = (),
     device: torch.device = _CPU,
 ) -> Crossing:
-    """The tensors that travel between the parts of a model on meta, called with arguments of these shapes.
+    """The Crossing of a model on meta, called with arguments of these shapes.
 
-    `aware` as in `CutStage`: what such a forward does with its own modules is not followed. `around` says what each
-    stage casts, `device` where it will run: autocast there counts. Raises ConfigError (PP-E132) naming the module that
-    reads what another part has, is called out of order or not at all, or needs values.
+    `aware` as in `CutStage`: inside these forwards nothing is followed. `around` has each stage's casts, `device` is
+    where it will run, whose autocast counts. Raises ConfigError (PP-E132) naming the module that reads a value of
+    another part, is called out of order or not at all, or needs values.
     """
     forward = _Forward(cut, arguments, frozenset(aware), tuple(around) or (Casts(),) * len(cut.parts), device)
     try:
@@ -76,19 +76,19 @@ def look_at(
 
 
 def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Crossing:
-    """Follow the forward under autocast, which leaves tensors on meta alone: on torch's fake ones of the device."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # not before it is needed: it knows all of torch
+    """Follow the forward under autocast, on torch's fake tensors of the device, since autocast ignores meta tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a slow import, rarely needed
 
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with FakeTensorMode(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
         crossing = forward(copied(blank, device), device)
-        assert crossing is not None  # it is, if the device is the one that autocast is for
+        assert crossing is not None  # given on the device of the autocast
     return Crossing(*(_in_place(_META, each) for each in (crossing.edges, crossing.forms, crossing.output)))
 
 
 def _in_place(place: torch.device, values: Any) -> Any:
-    """Values with tensors of the same forms and dtypes on this device, without values; all else as it is."""
+    """`values` with each tensor replaced by one of its form and dtype on this device, without values."""
 
     def empty(each: Tensor) -> Tensor:
         return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=place)
@@ -107,7 +107,7 @@ class _Forward:
     device: torch.device
 
     def __call__(self, blank: nn.Module, place: torch.device) -> Crossing | None:
-        """On tensors in `place`; None if the model's own code switches on an autocast that does not reach them."""
+        """Run on tensors in `place`; None if the model's code switches on an autocast that ignores such tensors."""
         arguments = _in_place(place, self.arguments)
         with torch.no_grad():
             positional, named = cast(arguments, self.around[0].inputs)
@@ -117,7 +117,7 @@ class _Forward:
             return self._chain(blank, arguments, place)
 
     def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing:
-        """The tensors sent between the parts, if the parts are called one after another."""
+        """The tensors sent between the parts, if the parts are called one after another. Raises ConfigError."""
         edges: list[Tensor] = []
         for number, casts in enumerate(self.around[:-1]):
             stage = CutStage(blank, self.cut, number, place, self.aware)
@@ -144,7 +144,7 @@ class _Forward:
 
 
 _READS = ("meta tensor", "meta device", "data-dependent", "is_nonzero", "_local_scalar_dense")
-"""Words of torch's where code asks a tensor for its values."""
+"""Words in torch's errors if code asks a meta tensor for its values."""
 _ALONE = "the model by itself with these arguments: where that runs, so does this"
 _BY_HAND = "the value as an argument that is no tensor, such as step({'x': x, 'masked': bool(mask.any()), 'labels': y})"
 
@@ -159,7 +159,7 @@ _AS_IT_IS = "a forward that takes hidden states itself, with patch_inner_model=F
 
 
 class _Autocast(TorchFunctionMode):
-    """Records in `seen` whether autocast was ever on for `device_type`. It watches torch functions, because in a
+    """Records in `seen` whether autocast was ever on for `device_type`. A mode of torch functions, because in a
     dispatch mode autocast always reads as off."""
 
     def __init__(self, device_type: str) -> None:
@@ -172,11 +172,11 @@ class _Autocast(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Marks tensors with the part that made them while a model runs, and notes what crosses a cut.
+    """Marks tensors with the part that made them while a model runs, and notes the tensors that cross a cut.
 
-    What depends on the model's arguments alone has no mark: every stage makes it for itself. `model` must be on meta.
-    Of modules that an `aware` forward calls there is nothing to follow; an inner model that is aware counts as one
-    module, which begins in its first part and ends in its last.
+    Tensors that depend on the model's arguments alone have no mark: every stage makes them. `model` must be on meta.
+    Modules that an `aware` forward calls are not followed; an inner model that is aware counts as one module, which
+    begins in its first part and ends in its last.
     """
 
     def __init__(self, model: nn.Module, cut: ModuleCut, aware: frozenset[str], around: Sequence[Casts]) -> None:
@@ -207,12 +207,12 @@ class _Watch(TorchDispatchMode):
             self._hooks.append(modules[name].register_forward_hook(behind))
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the model, which is then as it was before."""
+        """Remove all hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def conclude(self) -> None:
-        """Raise ConfigError with the first problem that was found, if there is one."""
+        """Raise ConfigError with the first problem found, or with the first part of which no module was called."""
         called = self.forms.keys()
         for part, names in enumerate(self.watched):
             lost = [name for name in names if name not in called]

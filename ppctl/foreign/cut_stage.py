@@ -1,4 +1,4 @@
-"""A stage of a module that ppctl has not made: its whole forward, where what is beyond the cut stands in for itself."""
+"""A stage of a module that ppctl has not made: the whole forward, with stand-ins for modules beyond the cut."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_map_only
 from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments, and those by name."""
+"""(positional arguments, arguments by name)."""
 Forms = Mapping[str, Any]
-"""Module -> what it returns, with tensors on meta in place of values."""
+"""Module -> its result, with tensors on meta in place of values."""
 Forward = Callable[..., Any]
 
 
 class Departed(Exception):
-    """Ends a forward at the cut after a stage: nothing that follows belongs to it."""
+    """Ends a forward at the cut after a stage."""
 
     def __init__(self, state: Tensor, *beside: Tensor) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Departed(Exception):
 class CutStage(nn.Module):
     """One stage of a module, which is called as a whole.
 
-    `model` stays as it is; this stage has a copy of its tree of modules, in which its own parameters are the same
-    objects (moved to `device`; `uses` names further uses of shared ones, each of which becomes a parameter of its own),
-    and all others are one number each, spread over their shape: code that reads a dtype, a device or a shape finds
-    them. The first own module gets what arrived in place of its first tensor; a module of a later stage ends the
-    forward with its first tensor. `aware` names the forwards that take hidden states themselves and are called as they
-    are, "" for the model and the name of the inner one: modules of other stages are None there, or missing in their
-    container. Names are those of the whole model.
+    `model` stays unchanged. This stage has a copy of its tree of modules. The stage's parameters are the same objects,
+    moved to `device`; `uses` names further uses of shared ones, each of which becomes a parameter of its own. All other
+    parameters are one number each, expanded to their shape, so that code can read dtypes, devices and shapes. The first
+    own module gets the arrived tensor in place of its first tensor; a module of a later stage ends the forward with its
+    first tensor. `aware` names the forwards that take hidden states themselves ("" for the model's, the name of the
+    inner model): there modules of other stages are None, or missing in their container. Names are those of the whole
+    model.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CutStage(nn.Module):
         self.forms: Forms = {}
         self.model = copied(model, device, frozenset(uses), cut, number)
         self._names = {name: name for name, _ in self.model.named_parameters()}
-        """Canonical name -> the module's own."""
+        """Canonical name -> the name within the module."""
         self._arrived: Tensor | None = None
         self._entered = True
         self._connect()
@@ -62,8 +62,8 @@ class CutStage(nn.Module):
     def forward(self, arrived: Tensor | None, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The tensor that the next stage receives; on the last stage the model's result.
 
-        `arrived` is the tensor of the stage before; None on the first stage. The arguments are the model's own, and the
-        same on every stage: masks and positions are computed from them by the model's own code.
+        `arrived` is the previous stage's tensor; None on the first stage. The arguments are the model's, and equal on
+        every stage: the model's own code computes masks and positions from them.
         """
         if "" in self.aware and arrived is not None:
             positional, named = with_first_argument((positional, named), arrived)
@@ -76,12 +76,12 @@ class CutStage(nn.Module):
         return {name: self.model.get_parameter(own) for name, own in self._names.items()}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
-        """This stage's buffers that a state dict has, by the same names."""
+        """This stage's saved buffers, by the names that the whole model gives them."""
         modules = self.model.named_modules()
         return {f"{path}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
 
     def holds(self, path: str) -> bool:
-        """Whether the module with this name computes on this stage: one of its own, or without anything saved."""
+        """Whether the module of this name computes here: the stage's, or one without parameters and saved buffers."""
         return self.cut.part_of(path) in (None, self.number)
 
     # --- what is replaced --------------------------------------------------------------------------------------------
@@ -98,8 +98,7 @@ class CutStage(nn.Module):
             self._arrived = None
 
     def _connect(self) -> None:
-        """Put stand-ins in place of all modules of other stages, or take them out if the forward around them knows of
-        the cut."""
+        """Put stand-ins for other stages' modules, or remove these if the forward around them knows of the cut."""
         modules, inner = dict(self.model.named_modules()), self.cut.inner
         for part, names in enumerate(self.cut.parts):
             for name in names:
@@ -108,7 +107,7 @@ class CutStage(nn.Module):
                 elif part != self.number:
                     _remove(self.model, name)
         if inner and ("" in self.aware) != (inner in self.aware):
-            if inner in self.aware:  # to the forward around it, the inner model is one module of several stages
+            if inner in self.aware:  # the model's forward sees the inner model as one module of several stages
                 nearest = min(self.cut.inner_parts, key=lambda part: abs(part - self.number))
                 self._replace(modules[inner], inner, nearest)
             else:
@@ -131,26 +130,26 @@ class CutStage(nn.Module):
         return partial(self._stand_in, name)
 
     def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
-        """Call an own module: the first one reads what arrived."""
+        """Call an own module: the first one reads the arrived tensor."""
         if not self._entered:
             self._entered = True
-            assert self._arrived is not None  # a stage that has received nothing counts as entered
+            assert self._arrived is not None  # set, since a stage without one counts as entered
             positional, named = with_first_tensor((positional, named), self._arrived)
         return forward(*positional, **named)
 
     def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
-        """Return zeros of the form of an earlier module's result, or what arrived if that form is not known."""
+        """Return zeros of the form of an earlier module's result, or the arrived tensor if that form is unknown."""
         if name not in self.forms:
             return self._arrived
         device = None if self._arrived is None else self._arrived.device
         return tree_map_only(Tensor, partial(torch.zeros_like, device=device), self.forms[name])
 
     def _behind(self, *positional: Any, **named: Any) -> Any:
-        """Leave the stage where a module of a later one is called: its first tensor is this stage's result."""
+        """Raise Departed with the first tensor of a later stage's module, which is this stage's result."""
         raise Departed(first_tensor((positional, named)))
 
     def _inside(self, forward: Forward, *positional: Any, **named: Any) -> Any:
-        """Run the inner model's forward, whose first tensor has arrived unless this stage has its first part."""
+        """Run the inner model's forward, with the arrived tensor as its first unless this stage has its first part."""
         first = self.number == self.cut.inner_parts[0]
         return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
 
@@ -184,7 +183,7 @@ def with_first_argument(arguments: Arguments, state: Tensor) -> Arguments:
 
 
 def _remove(model: nn.Module, name: str) -> None:
-    """Take a module out: of a container, whose other members keep their names; elsewhere None takes its place."""
+    """Remove a module: from a container, whose other members keep their names; elsewhere replace it by None."""
     around, _, own = name.rpartition(".")
     parent = model.get_submodule(around)
     if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -196,8 +195,8 @@ def _remove(model: nn.Module, name: str) -> None:
 def copied(
     model: nn.Module, device: torch.device, uses: Collection[str] = (), cut: ModuleCut = UNCUT, number: int = 0
 ) -> nn.Module:
-    """Copy a model's tree of modules, hooks included, with its tensors on a device. Of a part of a `cut` its own
-    tensors alone are copied: all others become one NaN each, spread over their shape. Tensors on the device stay the
+    """Copy a model's tree of modules, hooks included, with its tensors on a device. With a `cut` only the tensors of
+    part `number` are copied: all others become one NaN each, expanded to their shape. Tensors on the device stay the
     same objects, except the parameters named in `uses`."""
     modules = dict(model.named_modules())
     tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
@@ -215,18 +214,18 @@ def copied(
                 elif (f"{path}.{key}" if path else key) in uses:
                     getattr(module, table)[key] = _moved(tensor, device, copied=True)
                 else:
-                    if id(tensor) not in moved:  # one with several names stays one
+                    if id(tensor) not in moved:  # a tensor with several names stays one tensor
                         moved[id(tensor)] = _moved(tensor, device)
                     getattr(module, table)[key] = moved[id(tensor)]
     return twin
 
 
 _UNCOPIED = object()
-"""Stands for every tensor while modules are copied, so that no values are."""
+"""A placeholder for every tensor while modules are copied, so that no values are copied."""
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:
-    """Return a tensor on a device: the same object if it lies there, without initial values if it is a meta tensor."""
+    """Return a tensor on a device: the same object if it is there already; for a meta tensor, uninitialised."""
     if tensor.device == device and not copied:
         return tensor
     unset = tensor.device.type == "meta"
@@ -235,5 +234,5 @@ def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Ten
 
 
 def _unset(tensor: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return new memory of this shape and the tensor's dtype; its NaN show in results if no values are set."""
+    """Return a new tensor of this shape and the tensor's dtype, of NaN, which show in results if no values are set."""
     return torch.full(shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=device)

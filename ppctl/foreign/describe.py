@@ -1,9 +1,9 @@
 """A model directory of transformers as the value that plans, stages and checkpoints read (`ForeignModel`).
 
-Layers are told apart by the classes of their modules and the plain values that these hold, whatever any of them means.
+Layers are told apart by the classes of their modules and the plain values in these, without knowing their meaning.
 
-`python -m ppctl.foreign.describe DIR OUT` writes the answer as JSON: the description, or what is wrong with DIR. It is
-what `model.from=DIR` starts (`ppctl/launch/described.py`).
+`python -m ppctl.foreign.describe DIR OUT` writes the answer as JSON: the description, or the problems of DIR.
+`model.from=DIR` starts it (`ppctl/launch/described.py`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _UNBOUNDED = 1 << 20
 
 
 def proved(config: Any, directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> CutProof:
-    """The proof that a model can be cut. Raises ConfigError (PP-E528) naming what stands against it; `overrides` are
-    the fields that were typed, which may not fit each other."""
+    """The proof that a model can be cut. Raises ConfigError (PP-E528) naming the obstacle; `overrides` are the typed
+    fields, which may not fit each other."""
     try:
         return prove(config)
     except CannotCut as error:
@@ -60,13 +60,13 @@ def _uncut(
     beside = f" with {typed}" if typed else ""
     message = f"{config.model_type} at {directory}{beside} cannot be cut into stages: {error}"
     routers = "router" in str(error) and getattr(config, "output_router_logits", False)
-    remedy = "'model.hf_overrides={}'" if overrides else _OTHER_MODEL  # by its own values it may be cut
+    remedy = "'model.hf_overrides={}'" if overrides else _OTHER_MODEL  # without the overrides it may be cut
     remedy = "model.hf_overrides.output_router_logits=false" if routers else remedy
     return ConfigError(Problem("PP-E528", message, remedy, str(directory)))
 
 
 def refuse_dropout(config: Any, directory: Path) -> None:
-    """Raise ConfigError (PP-E529) for a model that drops something in training."""
+    """Raise ConfigError (PP-E529) for a model with dropout in training."""
     drops = drops_of(config)
     if drops:
         listed = ", ".join(f"{name}={value}" for name, value in drops.items())
@@ -87,7 +87,8 @@ def _zero(config: Any, name: str) -> str:
 def describe(
     directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, say: Say = lambda _: None
 ) -> ForeignModel:
-    """Read, prove and measure, and `say` so. Raises ConfigError as `read_own_config`, `proved` and `add_adapters`."""
+    """Describe a model: read, prove and measure it, and `say` each step. Raises ConfigError as `read_own_config`,
+    `proved` and `add_adapters`."""
     say("reading it with transformers")
     config = read_own_config(directory, overrides)
     say("proving with a miniature that it can be cut")
@@ -170,8 +171,8 @@ def _adapted(
     rows: Mapping[str, Parameter],
     structures: Sequence[tuple[Parameter, ...]],
 ) -> tuple[dict[str, Parameter], list[tuple[Parameter, ...]], list[Traits]]:
-    """The rows by name and each layer's rows, with those of adapters; other rows are frozen, unless they are trained
-    whole. With how each layer's backward differs from a whole one. Changes the model."""
+    """(rows by name, each layer's rows, each layer's traits of training) of the model with adapters, which this adds to
+    it; other rows are frozen, unless they are trained whole."""
     shapes = shapes_of(add_adapters(blank, adapters, anatomy, torch.float32))
     rows = {name: row if trained_whole(name, adapters) else frozen(row) for name, row in rows.items()}
     adapted = []
@@ -185,7 +186,7 @@ def _adapted(
 
 
 def _trained(layers: Sequence[Sequence[Parameter]], base: Iterable[Parameter], adapters: Adapters) -> str:
-    """A line that counts what is trained of the base, and of adapters in the layers."""
+    """A line that counts the trained parameters of the base, and of adapters in the layers."""
     own = sum(row.size for rows in layers for row in rows if is_adapter(row.name))
     whole = sum(row.size for row in base if row.gradient != "none")
     where = f" in {len(adapters.layers)} of {len(layers)} layers" if adapters.layers else ""
@@ -195,7 +196,7 @@ def _trained(layers: Sequence[Sequence[Parameter]], base: Iterable[Parameter], a
 
 
 def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
-    """Return the config and the anatomy of the model without its own loss, whose bytes are in `router_logits`."""
+    """Return config and anatomy with the router loss switched off: `ForeignModel.router_logits` counts its bytes."""
     if not anatomy.routers:
         return config, anatomy
     plain = deepcopy(config)
@@ -206,8 +207,8 @@ def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
 def _router_logits(
     config: Any, directory: Path, anatomy: Anatomy, size: int, layers: Iterable[int]
 ) -> RouterLogits | None:
-    """The form of what routers record for the model's own loss, looked up in one layer of each kind. Raises ConfigError
-    (PP-E528) if a hop cannot carry it."""
+    """The form of the logits that routers record for the model's own loss, from one layer of each kind. Raises
+    ConfigError (PP-E528) if messages cannot carry them."""
     routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
     try:
         logits = {router_logits(config, anatomy, index, size) for index in routed}
@@ -237,7 +238,7 @@ def _inside(anatomy: Anatomy, rows: Mapping[str, Parameter], index: int) -> tupl
 
 
 def _experts(config: Any) -> tuple[int, int] | None:
-    """Routed experts, and how many of them a token goes to; None for a model without."""
+    """(the number of routed experts, how many of them a token goes to); None for a model without experts."""
     number = next((value for name in _EXPERTS if isinstance(value := getattr(config, name, None), int)), None)
     chosen = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), None)
     return None if not number or not chosen or number < 2 else (number, chosen)
@@ -255,14 +256,14 @@ def _active(rows: Sequence[Parameter], experts: tuple[int, int] | None) -> int:
 
 
 Traits = tuple[tuple[str, str], ...]
-"""(Where in a layer, what is there), of that in which layers differ."""
+"""(place in a layer, value there) for all places where layers differ."""
 
 _SHOWN = 3
-"""Values in the name of a kind."""
+"""The most values in the name of a kind."""
 
 
 def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
-    """Return for each layer the values in which layers differ, without values that only number the layers."""
+    """Return for each layer the values in which layers differ, without values that only count the layers."""
     by_layer = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
     places = dict.fromkeys(place for values in by_layer for place in values)
     telling = [
@@ -291,9 +292,9 @@ def _tells(values: Sequence[Any], layers: int) -> bool:
 
 
 def training_of(layers: Sequence[Sequence[Parameter]], *, before: bool = False) -> list[Traits]:
-    """Return for each layer of a model with frozen weights how its backward differs from a whole one: none before the
-    first trained layer, no gradient of its input in that one (unless something `before` the layers is trained), and of
-    the input alone in later ones without anything to train."""
+    """Return for each layer of a model with frozen weights how its backward differs from a full one: none before the
+    first trained layer, no gradient of the input in that layer (unless something `before` the layers is trained), and
+    only of the input in later layers without trained weights."""
     trained = [any(row.gradient != "none" for row in rows) for rows in layers]
     first = -1 if before else trained.index(True)
     traits: list[Traits] = []
@@ -312,7 +313,7 @@ def names_of(kinds: Sequence[Traits]) -> list[str]:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Return the first traits: names of classes before numbers and switches, without those inside a module named."""
+    """Return the first traits as a name: classes before numbers and switches, without traits inside a named module."""
     order = sorted(values, key=lambda place: (not _is_word(values[place]), place.count("."), len(place)))
     outer = [place for place in order if not any(place.startswith(f"{other}.") for other in values)]
     return ", ".join(f"{place}={values[place]}" for place in outer[:_SHOWN])

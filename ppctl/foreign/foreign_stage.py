@@ -28,11 +28,11 @@ from ppctl.model.stage_model import Run, StageModel
 from ppctl.plan import StageSpec
 
 _FILLED = "_is_hf_initialized"
-"""An attribute of tensors that the functions with which transformers fills tensors leave alone."""
+"""An attribute of tensors that makes transformers' initialising functions skip them."""
 
 
 class ForeignStage(CutStage, StageModel):
-    """One stage of a model of transformers: a layer before the cut returns what arrived, the last layer of the stage
+    """One stage of a model of transformers: layers before the cut return the arrived tensor, the stage's last layer
     ends the forward.
 
     `model` is the whole model on meta (`library.make_model`). Parameters get memory on `device` without values; buffers
@@ -74,12 +74,12 @@ class ForeignStage(CutStage, StageModel):
     ) -> tuple[Tensor, ...]:
         """Token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out (`StageModel`).
 
-        If the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
-        of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
-        that further part of the loss (a number). Rows are whole sequences: `packing` with documents or positions is
-        refused. `beside` is what the model's forward gets by name on every stage: a mask, positions. `hides` says
-        whether the mask hides tokens, `packed` whether positions begin anew within a row, if somebody knows: the
-        model's own code reads both otherwise.
+        If the model's own code adds to the loss (`anatomy.routers`), a hidden state comes with the logits that the
+        routers of all layers before the cut recorded, [routers, b * s, experts], and in training the logits come with
+        that part of the loss (a number). Rows are whole sequences: ValueError for `packing` with documents or
+        positions. `beside` are named arguments of the model's forward on every stage: a mask, positions. `hides` says
+        whether the mask hides tokens, `packed` whether positions restart within a row; with None the model's own code
+        reads the tensors.
         """
         if packing.documents is not None or packing.positions is not None:
             raise ValueError("a model of transformers takes whole rows, without documents or positions")
@@ -98,7 +98,7 @@ class ForeignStage(CutStage, StageModel):
         self, given: Tensor, beside: Mapping[str, Tensor], hides: bool | None, packed: bool | None
     ) -> tuple[Tensor, ...]:
         """The outputs of the whole model; raises Departed at the cut after this stage."""
-        # On other stages the embedding is a stand-in that nobody reads.
+        # On other stages the embedding is an unread stand-in.
         begin = {"input_ids": given} if self.embeds else {"inputs_embeds": torch.zeros_like(given)}
         if self.adds_to_loss and self.ends:
             return call(self.model, **begin)
@@ -123,11 +123,11 @@ class ForeignStage(CutStage, StageModel):
 
     @property
     def frozen(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that are not trained, by canonical name: weights beside adapters, and what the model freezes."""
+        """Parameters not trained, by canonical name: weights beside adapters, and those that the model freezes."""
         return {name: each for name, each in super().canonical_parameters().items() if not each.requires_grad}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
-        """The buffers of this stage that a state dict has, and weights that are not trained."""
+        """This stage's saved buffers, and weights that are not trained."""
         return {**{name: each.detach() for name, each in self.frozen.items()}, **super().canonical_buffers()}
 
     def parameter_rows(self) -> Mapping[str, Parameter]:
@@ -139,18 +139,18 @@ class ForeignStage(CutStage, StageModel):
         return rows | {name: rows[name]._replace(gradient="none") for name in self.frozen}
 
     def decoder_layers(self) -> Mapping[Layer, nn.Module]:
-        """The layers of this stage, each called as (hidden state, positional arguments, those by name, draws)."""
+        """The layers of this stage, each called as (hidden state, positional arguments, arguments by name, draws)."""
         return {Layer("decoder", index): layer for index, layer in self._own_layers.items()}
 
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
-        """Call each layer through its run from now on: one run for each, in order."""
+        """From now on call each layer through its run: one run for each layer, in order."""
         if len(runs) != len(self.own):
             raise ValueError("a model of transformers calls its layers one by one: several cannot be replaced by one")
         for index, run in zip(self.own, runs, strict=True):
             self._own_layers[index].run = run
 
     def _refuse_axes(self, *_: Any, **__: Any) -> None:
-        """Refused: the model's own code computes with whole weights and sequences. Plans say so before (PP-E103)."""
+        """Raise ConfigError: a model's own code needs whole weights and sequences. Plans refuse this (PP-E103)."""
         message = "a model whose code is transformers' runs with whole weights and sequences"
         raise ConfigError(Problem("PP-E103", message, "tp=1 cp=1 ep=1 etp=1"))
 
@@ -163,7 +163,7 @@ class ForeignStage(CutStage, StageModel):
         return None if inside == name else int(inside)
 
     def _own(self, name: str, forward: Forward) -> Forward:
-        """The forward of an own layer, through whatever stands for it (`call_decoder_as`)."""
+        """The forward of an own layer, through its run if it has one (`call_decoder_as`)."""
         index = self._index(name)
         if index is None:
             return forward
@@ -186,13 +186,13 @@ class ForeignStage(CutStage, StageModel):
         return run
 
     def _before(self, name: str, module: nn.Module) -> Forward:
-        """The forward of a module of an earlier stage: a layer returns what arrived."""
+        """The forward of a module of an earlier stage: a layer returns the arrived tensor."""
         index = self._index(name)
         if index is None:
             return _beside_embedding(module) if name != self.anatomy.embedding else module.forward
 
         def stand_in(*_: Any, **__: Any) -> Any:
-            if index == 0:  # what all routers of earlier stages recorded, in the order of layers
+            if index == 0:  # the logits of all earlier stages' routers, in the order of layers
                 recorded().extend(self._arrived_logits)
             others = [None] * (self.anatomy.returned - 1)
             return (self._arrived, *others) if self.anatomy.returned else self._arrived
@@ -215,7 +215,7 @@ def build_foreign_stage(
     parts: Parts = WHOLE,
     initialize: Initialize = initialize,
 ) -> ForeignStage:
-    """Build a stage on meta, give what it owns memory on `device` in `dtype`, and let `initialize` fill it. Raises
+    """Build a stage on meta, give its parameters memory on `device` in `dtype`, and let `initialize` fill them. Raises
     LookupError if the installed transformers builds other parameters than the description says."""
     whole = make_model(config_from(foreign.config), "meta", dtype).train()
     if foreign.adapters is not None:
@@ -240,7 +240,7 @@ def build_foreign_stage(
 
 
 class _OwnLayer(nn.Module):
-    """A layer as recompute and others see it: a function of tensors by position. It owns no parameters."""
+    """A layer as recomputation calls it: a function of tensors by position. It owns no parameters."""
 
     def __init__(self, function: Forward, name: str, drops: Sequence[AdapterDropout]) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _OwnLayer(nn.Module):
         self.name = name
         self.drops = tuple(drops)
         self.run: Forward | None = None
-        """The function that is called in its place, if there is one."""
+        """The function that is called in the layer's place, if there is one."""
 
     def forward(
         self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any], draws: Draws | None = None
@@ -290,11 +290,11 @@ def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False)
 
 
 def _role(module: nn.Module, own: str, dims: int, *, inside: bool) -> Role:
-    """The role of a parameter: matrices decay, embeddings, norms and biases do not. Muon's, by structure: what a module
-    `inside` the layers calls its weight, and stacks of experts' matrices."""
+    """The role of a parameter: matrices decay; embeddings, norms and biases do not. Muon's matrices are found by
+    structure: weights of modules `inside` the layers, and stacks of experts' matrices."""
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if own.endswith("bias"):  # experts have one for each: gate_up_proj_bias [experts, width]
+    if own.endswith("bias"):  # experts' biases have more dims: gate_up_proj_bias [experts, width]
         return "bias"
     if dims == 1:
         return "norm"
@@ -323,7 +323,7 @@ def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tenso
 
 
 def _beside_embedding(module: nn.Module) -> Forward:
-    """The forward of a module that runs before the layers of another stage: nobody reads what it returns."""
+    """The forward of another stage's module that runs before the layers: its results are not read."""
 
     def forward(*arguments: Any, **named: Any) -> Tensor:
         given: Tensor = next(value for value in (*arguments, *named.values()) if isinstance(value, Tensor))
@@ -338,8 +338,8 @@ def _beside_embedding(module: nn.Module) -> Forward:
 
 @torch.no_grad()
 def _make_buffers(model: nn.Module, names: Sequence[str]) -> None:
-    """Let the model's own code make the buffers in these modules that no state dict has, such as rotary frequencies: by
-    `_init_weights` of the buffer's module, or else of one around it, the nearest first. Each class can, since
+    """Let the model's own code make the unsaved buffers in these modules, such as rotary frequencies: by
+    `_init_weights` of the buffer's module, or of the nearest module around it. All classes support this, since
     transformers builds on meta."""
     for module in model.modules():
         stand_ins = (each for each in vars(module).values() if isinstance(each, Tensor))
@@ -354,7 +354,7 @@ def _make_buffers(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _initializer(model: nn.Module, name: str) -> Callable[..., Any]:
-    """`_init_weights` of the module with this name, or of the nearest one around it: as transformers chooses it."""
+    """`_init_weights` of the module with this name, or of the nearest module around it, as transformers chooses it."""
     while name and not hasattr(model.get_submodule(name), "_init_weights"):
         name = name.rpartition(".")[0]
     owner: Any = model.get_submodule(name)
@@ -363,8 +363,8 @@ def _initializer(model: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def _is_unset(module: nn.Module) -> bool:
-    """Whether a buffer of a module, which has memory and is in no state dict, has no values yet."""
+    """Whether a module has an unsaved buffer with memory but without values."""
     buffers = [module._buffers.get(key) for key in module._non_persistent_buffers_set]
     if torch._C._len_torch_dispatch_stack():
-        return False  # a layer is measured or rehearsed: nothing has values
+        return False  # measured or rehearsed without values
     return any(b is not None and not hasattr(b, _FILLED) and bool(b.isnan().any()) for b in buffers)

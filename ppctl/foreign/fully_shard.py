@@ -31,7 +31,7 @@ class StageDtypes:
     weights: torch.dtype | None = None
     """The dtype of the module's parameters, if all have the same."""
     around: Casts = UNCHANGED
-    """Casts around the stage as a whole."""
+    """Casts around the whole stage."""
     modules: Mapping[str, Casts] = field(default_factory=dict)
     """Casts around modules within it."""
 
@@ -72,7 +72,7 @@ def _policy_of(module: nn.Module) -> Any:
 
 
 def _read_as(tensor: Tensor, policy: Any) -> torch.dtype:
-    """A policy is for what its module has divided: parameters that are parts of whole ones."""
+    """The dtype in which a tensor is read: a policy's for divided parameters (DTensors), else its own."""
     divided = policy is not None and hasattr(tensor, "full_tensor")
     return (policy.param_dtype or tensor.dtype) if divided else tensor.dtype
 
@@ -85,7 +85,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
-    """Let a whole model on meta compute in the dtypes of its stages. The caller adds the casts between stages."""
+    """Make a whole model on meta compute in the dtypes of its stages. The caller adds the casts between stages."""
     modules = dict(blank.named_modules(remove_duplicate=False))
     for name, dtype in {name: dtype for stage in stages for name, dtype in stage.tensors.items()}.items():
         path, _, key = name.rpartition(".")
@@ -107,7 +107,7 @@ class GradientSync:
     """The switches of one stage's sharded modules; `shards` says whether there are any."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Nobody has sharded anything without importing this, which takes a second.
+        # Sharded modules exist only after this slow import.
         self._modules: list[Any] = [each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")]
         self.shards = bool(self._modules)
 

@@ -22,16 +22,16 @@ from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, quantised_note, read_config_file
 
 _OLDEST = 5
-"""The oldest major version that is supported: before it models record, name and convert otherwise."""
+"""The oldest supported major version: older ones record, name and convert differently."""
 
 
 try:
     from huggingface_hub import errors
-except ImportError:  # it comes with transformers, and is asked for beside it
+except ImportError:  # it comes with transformers, whose absence is reported
     ConfigFails: type[Exception] = ValueError
 else:
     ConfigFails = errors.StrictDataclassError
-"""The exception of the library's configs for values that they refuse."""
+"""The exception of the library's configs for refused values."""
 
 
 def _transformers() -> Any:
@@ -68,7 +68,7 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     language models (encoders, several modalities, programs in the directory), PP-E550 for quantised weights, PP-E552
     for overrides of unknown fields, or with values that the library refuses.
     """
-    read_config_file(directory)  # says what is wrong with the file in ppctl's words
+    read_config_file(directory)  # reports problems of the file in ppctl's words
     library = _transformers()
     config = _config_in(library, directory)
     if overrides:
@@ -79,7 +79,7 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     _refuse_modalities(config, directory)
     _refuse_quantised(config, directory)
     layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and not 0 < layers <= MOST_STAGES:  # it would be built for hours, or never
+    if isinstance(layers, int) and not 0 < layers <= MOST_STAGES:  # building it would take hours
         raise _refused(directory, f"it has {layers} layers: they must be greater than 0, at most {MOST_STAGES}")
     causal = type(config) in library.AutoModelForCausalLM._model_mapping
     if type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True):
@@ -91,7 +91,7 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
 
 
 def _refuse_modalities(config: Any, directory: Path) -> None:
-    """Raise ConfigError (PP-E527) for a model of more than text, with the command that takes out its language model."""
+    """Raise ConfigError (PP-E527) for a model of more than text, with the command that extracts its language model."""
     if config.get_text_config() is config and not any("vision" in name for name in config.sub_configs):
         return
     model = _transformers().AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -105,6 +105,7 @@ def _refuse_modalities(config: Any, directory: Path) -> None:
 
 
 def _refuse_quantised(config: Any, directory: Path) -> None:
+    """Raise ConfigError (PP-E550) for quantised weights, which transformers' code would train as they are."""
     given = getattr(config, "quantization_config", None)
     if given:
         method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
@@ -140,7 +141,7 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
 
 
 def read_whole_model(directory: Path, dtype: torch.dtype | None) -> nn.Module:
-    """Read a directory's model with its weights, as transformers does; `dtype` None keeps that of the files. Raises
+    """Read a directory's model with its weights, as transformers does; `dtype` None keeps the files' dtype. Raises
     ConfigError as `read_own_config`, and PP-E527 with the library's reason."""
     config, library = read_own_config(directory), _transformers()
     load, alone = library.AutoModelForCausalLM.from_pretrained, dict(local_files_only=True, trust_remote_code=False)
@@ -153,13 +154,13 @@ def read_whole_model(directory: Path, dtype: torch.dtype | None) -> nn.Module:
 
 @contextmanager
 def known_rows(*, packed: bool | None = False, hides: bool | None = None) -> Iterator[None]:
-    """Tell transformers whether positions restart within rows (`packed`) and whether a mask hides tokens (`hides`). For
-    None it reads the tensors in every forward: the host waits until the GPU is through, and on meta that fails."""
+    """Tell transformers whether positions restart within rows (`packed`) and whether a mask hides tokens (`hides`).
+    With None transformers reads the tensors in every forward: the host waits for the GPU, and on meta that fails."""
     masks: Any = importlib.import_module("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
 
     def without_reading(*arguments: Any, **named: Any) -> Any:
-        assert look is not None  # else nobody calls this
+        assert look is not None  # this is called only if it is set
         with _patched(masks, {"is_tracing": lambda *_: True}):
             return look(*arguments, **named)
 
@@ -186,8 +187,8 @@ def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterat
 
 
 def recorded() -> list[Tensor]:
-    """Return the list of router logits that transformers collects in the present forward, in the order of the calls:
-    its own (`OutputRecorder`), so that what is added to the list counts. Empty outside a forward."""
+    """Return the list into which transformers' `OutputRecorder` collects router logits in the present forward, in the
+    order of calls; entries added to it count. Empty outside a forward."""
     collector = importlib.import_module("transformers.utils.output_capturing")._active_collector.get()
     logits: list[Tensor] = [] if collector is None else collector.get("router_logits", [])
     return logits
@@ -197,8 +198,8 @@ def call(model: Any, **given: Tensor) -> tuple[Tensor, ...]:
     """Run a whole forward; returns the logits, and the loss that the model's own code adds for its routers (a number).
 
     That loss has the model's coefficient, and is left out if it has no gradient. A model that gets labels returns the
-    sum of all its losses; the cross entropy in it is replaced by 0 here, as ppctl computes its own. Raises ValueError
-    for code that computes cross entropy if it cannot be replaced.
+    sum of all its losses; this replaces its cross entropy by 0, since ppctl computes its own. Raises ValueError if the
+    code's cross entropy cannot be replaced.
     """
     (tokens,) = given.values()
     shape, device, asked = tokens.shape[:2], tokens.device, []
@@ -219,7 +220,7 @@ def call(model: Any, **given: Tensor) -> tuple[Tensor, ...]:
 
 
 class Conversions:
-    """transformers' rules by which the tensors in files become a model's: renamings, and conversions of several."""
+    """transformers' rules that turn tensors in files into a model's: renamings, and conversions of several tensors."""
 
     def __init__(self, model: Any) -> None:
         self._core = importlib.import_module("transformers.core_model_loading")
@@ -235,7 +236,7 @@ class Conversions:
         return sort_key
 
     def target_of(self, stored: str) -> tuple[str, str | None]:
-        """Return the model's name of a stored tensor, and for one of several parts the pattern of its stored name."""
+        """Return (the model's name of a stored tensor, the pattern of its stored name if several parts have it)."""
         prefix = self._model.base_model_prefix
         renamed: tuple[str, str | None] = self._core.rename_source_key(
             stored, self._renamings, self._converters, prefix, self._state
@@ -268,17 +269,15 @@ _PRECISION = ("dtype", "torch_dtype")
 
 
 def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return `make(fields)` for the values of these texts; `config` has the fields' own values.
-
-    Raises ConfigError (PP-E552) with a problem for each field that is unknown or has no effect; with one, in the words
-    of `make`, if that refuses the values.
+    """Return `make(fields)` for the values of these texts; `config` has the fields' own values. Raises ConfigError
+    (PP-E552) with a problem for each field that is unknown or has no effect, or with the error of `make`.
     """
     values = {name: value_of(text) for name, text in overrides.items()}
     problems = [problem for name, text in overrides.items() if (problem := _unfit(config, name, text)) is not None]
     if problems:
         raise ConfigError(problems)
     for name, value in values.items():
-        if isinstance(getattr(config, name), float) and type(value) is int:  # configs want the exact type
+        if isinstance(getattr(config, name), float) and type(value) is int:  # configs demand the exact type
             values[name] = float(value)
     try:
         made = make(values)
@@ -288,7 +287,7 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
     own = {name: getattr(config, name) for name, value in values.items() if isinstance(value, str)}
     unread = [
         name for name, value in own.items() if isinstance(value, bool | int | float)
-    ]  # some fields it never looks at
+    ]  # some fields are not validated
     if unread:
         raise ConfigError(
             [_problem(name, f"takes no text such as {values[name]!r}", _typed(name, own[name])) for name in unread]
@@ -297,7 +296,7 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
 
 
 def value_of(text: str) -> Any:
-    """Return the value of a text: JSON's if it is JSON, such as a finite number, null or a list, else the text."""
+    """Return the JSON value of a text, such as a finite number, null or a list; else the text."""
     try:
         value = json.loads(text)
     except ValueError:

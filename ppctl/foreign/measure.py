@@ -1,7 +1,7 @@
 """Measured costs of the parts of a model of transformers, on tensors that have shapes and no values.
 
-Five batches give what grows with sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so
-that each moment grows by itself, and no peak is taken for that of other sizes.
+Five batches give the growth with sequences, tokens and pairs of tokens (`Growth`). The same operators run for all, so
+each moment's growth is fitted separately, and the peak may be at another moment for other sizes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
 
 _LONGEST = 1024
-"""Tokens of the longest sequence that is measured, in models that allow as many."""
+"""Tokens of the longest measured sequence, in models that allow as many."""
 _LONGEST_LOOP = 64
-"""Tokens of the longest sequence if a layer loops over tokens: each turn takes a millisecond to measure."""
+"""Tokens of the longest measured sequence if a layer loops over tokens: each turn takes a millisecond."""
 Say = Callable[[str], None]
-"""Takes a line about what is done now."""
+"""A function that takes a line about the present work."""
 
 _FEW = (2, 4)
-"""Tokens of two sequences that tell whether one does: it has more operators for the longer one."""
+"""Lengths of two sequences that show whether a layer loops: it runs more operators for the longer one."""
 _LEAST = 16
 _WIDTHS = {4: torch.float32, 2: torch.bfloat16}
 
@@ -54,16 +54,14 @@ def measure(
     adapters: Adapters | None = None,
     say: Say = lambda _: None,
 ) -> tuple[PartCosts, ...]:
-    """The costs of a model that allows so many `positions`, with those of its layers `kinds`, one of each kind; `say`
-    is told what is measured.
-
-    In float32 and bfloat16; once more for sequences that are at least as long as a window, or chunk, of its attention.
-    Raises what torch does for code that reads values which nothing has.
+    """The costs of a model that allows `positions` positions; `kinds` are indexes of layers, one of each kind. `say` is
+    called with each measurement. In float32 and bfloat16; again for sequences at least as long as a window or chunk of
+    its attention. Raises torch's error for code that reads values of tensors without values.
     """
     found = list[PartCosts]()
     windowed = deepcopy(config)
     window = lower_windows(windowed)
-    unmasked = window - 1  # the library masks what is as long as a window, though each token sees all before it
+    unmasked = window - 1  # the library masks at this length, although each token sees all before it
     shorter = 0 < unmasked < positions
     loops: bool | None = None
     for above, shape in ((0, config), (unmasked, windowed)):
@@ -83,8 +81,8 @@ def measure(
 def _model_of(
     config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, dtype: torch.dtype, adapters: Adapters | None
 ) -> _MeasuredModel:
-    """The model up to the last layer that is measured (a stage of all layers takes seconds to make); beside adapters
-    with all layers: the first that has one decides what runs backwards."""
+    """The model up to the last measured layer (making all layers takes seconds); with adapters all layers, since the
+    first layer with one decides where backwards end."""
     blank = make_model(config, "meta", dtype).train()
     if adapters is not None:
         adapted = add_adapters(blank, adapters, anatomy, dtype)
@@ -99,7 +97,7 @@ def _model_of(
 
 
 class _DrawsNothing(AdapterDropout):
-    """Keeps and makes what dropout does, without its draws: `cost/activations.py` counts these."""
+    """Stands in for dropout without draws, which `cost/activations.py` counts."""
 
     def forward(self, x: Tensor, draws: object = None) -> Tensor:
         return super().forward(x) * self.p
@@ -117,7 +115,7 @@ class _MeasuredModel:
     adapted: bool = False
 
     def loops(self) -> bool:
-        """Whether a layer's code loops over the tokens: its operators then grow in number with them."""
+        """Whether a layer's code loops over the tokens, so that the number of its operators grows with them."""
         with valueless():
             stages = [self._stage([Layer("decoder", index)]) for index in self.kinds]
             numbers = [[operators_of(each, self._given(each, 1, length)) for length in _FEW] for each in stages]
@@ -147,13 +145,13 @@ class _MeasuredModel:
     def _given(self, stage: ForeignStage, rows: int, length: int) -> Tensor:
         if stage.embeds:
             return torch.zeros(rows, length, dtype=torch.int64)
-        # Before the first layer that is trained nobody needs a gradient.
+        # No gradient is needed before the first trained layer.
         wanted = not stage.own or min(stage.own) > self.first
         return torch.zeros(rows, length, self.hidden, dtype=self.dtype, requires_grad=wanted)
 
     @property
     def first(self) -> int:
-        """The first layer that has something to train; -1 if what stands before the layers is trained."""
+        """The first layer with trained weights; -1 if something before the layers is trained."""
         if not self.adapted:
             return -1
         trained = [name for name, each in self.blank.named_parameters() if each.requires_grad]
@@ -163,7 +161,7 @@ class _MeasuredModel:
         return min(int(name.split(".")[0]) for name in inside)
 
     def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_LayerTables]:
-        """The tables that a forward makes once for all layers, by batch: seen from after the last kind of layer."""
+        """By batch, the tables that a forward makes once for all layers, as seen after the last kind of layer."""
         stage, found = self._stage([Layer("decoder", max(self.kinds))]), list[_LayerTables]()
         for batch in batches:
             given = self._given(stage, *batch)
@@ -176,7 +174,7 @@ class _MeasuredModel:
     def _runs(self, layers: Sequence[Layer], batches: Sequence[tuple[int, int]]) -> list[PassCosts]:
         stage = self._stage(layers)
         for parameter in stage.canonical_parameters().values():
-            parameter.grad = torch.zeros_like(parameter)  # that of a microbatch is added to it, and free
+            parameter.grad = torch.zeros_like(parameter)  # a microbatch's gradient is added to it and freed
         return [PassCosts(stage, self._given(stage, *batch)) for batch in batches]
 
     def _part(
@@ -187,7 +185,7 @@ class _MeasuredModel:
         *,
         causal: bool = False,
     ) -> LayerCost:
-        """Return the costs of one part; `numbers` are the tables that it is called with, in its arguments' order."""
+        """Return the costs of one part; `numbers` are the numbers of the tables among its arguments, in order."""
         longest, one = max(length for _, length in batches), found[0]
         flops, *halves = (
             fitted(batches, [getattr(each, name) for each in found])
@@ -202,10 +200,10 @@ class _MeasuredModel:
         ]
         waiting = [each.waiting for each in found]
 
-        def beside(name: str, there: Sequence[float]) -> Peak:
+        def beside(name: str, begins: Sequence[float]) -> Peak:
             return peak(
                 batches,
-                [[value - own for value in getattr(each, name)] for each, own in zip(found, there, strict=True)],
+                [[value - own for value in getattr(each, name)] for each, own in zip(found, begins, strict=True)],
             )
 
         return LayerCost(
@@ -224,26 +222,26 @@ class _MeasuredModel:
 
 
 def _causal(flops: Growth, longest: int) -> Growth:
-    """The operations of causal attention, of those counted with whole rows: half of all pairs are masked. Operations
-    for all sequences alike (of matrices alone) count by token."""
+    """The operations of causal attention, from operations counted without a mask: half of all pairs are masked.
+    Operations that do not depend on the number of sequences count by token."""
     return Growth(0.0, flops.token + flops.constant / longest, flops.pair / 2)
 
 
 @dataclass(slots=True)
 class _LayerTables:
-    """The tensors that layers are called with beside their hidden state, as storages: which kind reads which."""
+    """The tensors, as storages, that layers are called with beside their hidden state, by kind of layer."""
 
     own: set[int]
-    """Storages of the model itself, and of what arrived."""
+    """Storages of the model's tensors, and of the stage's input."""
     storages: dict[int, int] = field(default_factory=dict)
-    """Storage -> the number of the table that lies in it."""
+    """Storage -> the number of its table."""
     sizes: list[float] = field(default_factory=list)
     numbers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Layer -> the numbers of its arguments, in order."""
+    """Layer -> the numbers of its tables, in the order of arguments."""
 
     @contextmanager
     def watching(self, stage: ForeignStage, layers: Sequence[int]) -> Iterator[None]:
-        """See what these layers of the model are called with, wherever they are."""
+        """While entered, note the arguments of these layers, on any stage."""
         hooks = [
             stage.model.get_submodule(stage.anatomy.layer(index)).register_forward_pre_hook(
                 self._note(index), with_kwargs=True
@@ -272,8 +270,8 @@ class _LayerTables:
 def rough(
     kinds: Sequence[Sequence[Parameter]], hidden: int, active: Callable[[Sequence[Parameter]], int]
 ) -> tuple[PartCosts, ...]:
-    """A model whose code reads values: by its matrices, of which a token meets `active` elements. Every product keeps
-    its input; scores are those of heads as wide as the residual stream together."""
+    """Estimated costs of a model whose code reads values: by its matrices, of which a token meets `active` elements.
+    Every product keeps its input; scores are of heads together as wide as the residual stream."""
 
     def layer(rows: Sequence[Parameter], element: int) -> LayerCost:
         widths = sum(sum(row.shape[-2:]) for row in rows if row.is_matrix and len(row.shape) == 2)
@@ -290,7 +288,7 @@ def rough(
 
 
 BATCHES = ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
-"""Batches that are measured: sequences, and the place of one of three lengths. As many as a `Growth` has numbers."""
+"""The measured batches: (sequences, index of one of three lengths). As many as a `Growth` has numbers."""
 _SEQUENCES = (1, 2, 4, 16, 64)
 _LENGTHS = tuple(2**n for n in range(5, 21))
 
@@ -301,8 +299,8 @@ def fitted(batches: Sequence[tuple[int, int]], values: Sequence[float]) -> Growt
 
 
 def peak(batches: Sequence[tuple[int, int]], traces: Sequence[Sequence[float]]) -> Peak:
-    """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured. If
-    other operators ran for other lengths, the moments cannot be told: the largest of each batch are one."""
+    """The moments that are the largest for some batch; `traces` are the moments of each measured batch. If other
+    lengths ran other operators, moments do not correspond: then the largest of each batch count as one moment."""
     if len({len(trace) for trace in traces}) > 1 or not traces[0]:
         return (fitted(batches, [max(trace, default=0.0) for trace in traces]),)
     values = torch.tensor(traces, dtype=torch.float64).T
@@ -325,7 +323,7 @@ def _solved(batches: Sequence[tuple[int, int]], values: Tensor) -> Tensor:
 
 
 def _growth(solved: Tensor, batches: Sequence[tuple[int, int]], largest: float) -> Growth:
-    """The growth with these numbers; numbers that only rounding has made are set to 0."""
+    """The growth with these numbers; numbers that are rounding errors are set to 0."""
     scale = [_terms(*batch) for batch in batches]
     bounds = [1e-6 * max(1.0, largest) / max(row[n] for row in scale) for n in range(5)]
     return Growth(
@@ -334,12 +332,12 @@ def _growth(solved: Tensor, batches: Sequence[tuple[int, int]], largest: float) 
 
 
 _ROUTED = (3, 5)
-"""Sequences, and tokens of each, of the forward in which routers are watched."""
+"""(sequences, tokens of each) of the forward in which routers are watched."""
 
 
 def router_logits(config: Any, anatomy: Anatomy, index: int, hidden: int) -> RouterLogits:
-    """The form of what each router of the layer with this index records. Raises what torch does for code that reads
-    values, and CannotCut if it is not one number for each token and expert."""
+    """The form of the logits that each router of layer `index` records. Raises torch's error for code that reads
+    values, and CannotCut unless there is one number for each token and expert."""
     recorded = [_recorded(config, anatomy, index, hidden, cast) for cast in (False, True)]
     for each in recorded:
         if each.dim() != 3 or each.shape[1] != _ROUTED[0] * _ROUTED[1]:

@@ -1,9 +1,8 @@
-"""One forward and backward of a stage on tensors that have shapes and no values: what it computes, keeps and holds.
+"""One forward and backward of a stage on tensors without values: its operations, and the bytes that it keeps and holds.
 
-Floating-point tensors have no values, whole numbers have: code that asks how many rows an expert gets, or which of
-them, is answered, and every choice of the largest scores is a balanced one. Operations are counted by torch's
-FlopCounterMode, kept bytes by what autograd saves, and what lives only for a moment by the storages that exist,
-operator by operator.
+Floating-point tensors have no values, integer ones have: code may ask which rows an expert gets, and every choice of
+the largest scores is balanced. Operations are counted by torch's FlopCounterMode, kept bytes by what autograd saves,
+and short-lived bytes by the storages that exist, operator by operator.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ def valueless() -> Iterator[None]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees every operator but one: more than half of torch's calls asks a meta tensor for its device."""
+    """A mode that sees every operator except queries of a meta tensor's device, more than half of torch's calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch's guard against that takes as long as a cheap operator."""
+        """Return True: nothing is compiled here, and torch's own check takes as long as a cheap operator."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +72,7 @@ class _NumbersHaveValues(OperatorMode):
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    """All tensors in lists, tuples and dicts: torch's own walk through these takes a tenth of a measurement's time."""
+    """All tensors in lists, tuples and dicts; torch's own function would take a tenth of a measurement's time."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, Mapping):
@@ -84,7 +83,7 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def _makes_numbers(func: Any, kwargs: Any) -> bool:
-    """Whether a factory makes whole numbers: `arange` even if no dtype says so."""
+    """Whether a factory makes integers: `arange` does without a dtype, too."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         return func.overloadpacket is _aten.arange
@@ -92,7 +91,7 @@ def _makes_numbers(func: Any, kwargs: Any) -> bool:
 
 
 def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> Any:
-    """The result of `topk` if rows take turns: row r has the numbers from r * count on."""
+    """A balanced result of `topk`: row r gets the indexes from r * count on."""
     values, _ = _aten.topk.default(scores, count, dim, largest, in_order)
     size, length = scores.shape[dim], values.numel() // max(1, count)
     with unset_fake_temporarily():
@@ -103,16 +102,16 @@ def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in
 
 
 def grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The result of a grouped product has a shape; torch's own meta kernel takes bf16 alone."""
-    if one.dim() == 2 and other.dim() == 2:  # of columns and rows, for each group one matrix
+    """The result of a grouped product, without values; torch's own meta kernel takes only bf16."""
+    if one.dim() == 2 and other.dim() == 2:  # columns times rows: one matrix for each group
         assert offs is not None
         return one.new_empty(len(offs), one.shape[0], other.shape[1])
     return one.new_empty(one.shape[0], other.shape[-1])
 
 
 def _chosen(func: Any) -> Callable[..., Any]:
-    """An indexing function `func` that takes the positions that masks of booleans select: masks have values here, and
-    the tensors that they index have none."""
+    """`func`, an indexing function, with boolean masks replaced by positions: here masks have values, and the tensors
+    that they index have none."""
 
     def call(tensor: Tensor, indices: Sequence[Tensor | None], *others: Any, **named: Any) -> Any:
         places: list[Tensor | None] = []
@@ -159,10 +158,9 @@ class PassCosts:
         self.arguments = whole.arguments
         """The storages of the tensors that the layer was called with."""
         self.before = whole.before
-        """Live bytes when its forward begins, beside tables and what arrived."""
+        """Live bytes when the forward begins, beside tables and input."""
         self.forward = whole.forward
-        """Live bytes by operator beside tables and what arrived, in the forward; the fields of the backward and of its
-        halves count alike."""
+        """Live bytes by operator, beside tables and input, in the forward; fields for the backward are alike."""
         self.backward = whole.backward()
         split = _Pass(stage, given, DeferredGradients(stage.whole))
         self.inputs = split.backward()
@@ -204,7 +202,7 @@ class _Pass:
         _, *others = called or (None,)
         given = [tensor for tensor in tensors_of(others) if storage_of(tensor) not in self.own] if called else []
         self.arguments = tuple(storage_of(tensor) for tensor in given if storage_of(tensor) != storage_of(called[0]))
-        for storage in self.arguments:  # tables live as long as any layer reads them: they are counted by themselves
+        for storage in self.arguments:  # tables live as long as any layer reads them, and are counted separately
             self.live.forget(storage)
         self.live.look()
         self.before = self.live.trace[-1]
@@ -216,8 +214,7 @@ class _Pass:
             storage, key = tensor.untyped_storage(), storage_of(tensor)
             if key not in self.own and key not in kept:
                 kept[key] = float(storage.nbytes())
-                # If the part of the graph that kept a storage is gone, it is free, and its address may be another
-                # storage's.
+                # If the part of the graph that kept a storage is gone, another storage may have its address.
                 alive[key] = weakref.ref(storage, lambda _: kept.pop(key, None))
             return tensor
 
@@ -227,23 +224,24 @@ class _Pass:
         return result
 
     def backward(self) -> list[float]:
-        """Live bytes by operator of the backward, or of its I: an output is a message, or the next layer's input."""
+        """Live bytes by operator of the backward, or its I, without the output, the next layer's input or a message."""
         self.live.trace.clear()
         self.live.forget(storage_of(self.output))
         if self.stage.ends and self.stage.adapted:
             return self._backward_of_loss()
         gradient = torch.zeros_like(self.output)
-        # The counter takes some operators apart: it stands after what counts bytes, which sees them whole.
+        # The counter decomposes some operators: it comes after the mode that counts bytes, which sees them whole.
         with self.of_inputs, self.live, self._collecting(backward=True):
             if self.output.requires_grad:
                 self.output.backward(gradient)
-        if self.deferred is not None and self.deferred.keeps([gradient]):  # the products that come last read it in W
+        if self.deferred is not None and self.deferred.keeps([gradient]):  # the last products read it in W
             self.waiting = float(gradient.untyped_storage().nbytes())
         del gradient, self.output
         return list(self.live.trace)
 
     def _backward_of_loss(self) -> list[float]:
-        """Live bytes where the logits' gradient takes their place, and is gone after the head's product."""
+        """Live bytes by operator of a loss's backward: the logits' gradient takes their place, and is free after the
+        head's product."""
         with self.of_inputs, self.live, self._collecting(backward=True):
             loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
             del self.output
@@ -251,7 +249,7 @@ class _Pass:
         return list(self.live.trace)
 
     def weights(self) -> tuple[float, list[float]]:
-        """(Bytes that wait for W, what lives by operator of it). What I sends is gone."""
+        """(bytes that wait for W, live bytes by operator of W), without the message that I sends."""
         assert self.deferred is not None
         if self.given.grad is not None:
             self.live.forget(storage_of(self.given.grad))
@@ -300,7 +298,7 @@ class _Live(OperatorMode):
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self.storages:
-            # A storage's Python object lives as long as the storage, whoever else holds it.
+            # A storage's Python object lives as long as the storage, whatever else holds the storage.
             self.storages[key] = weakref.ref(storage, lambda _: self.forget(key)), size
             self.size += size
 
@@ -320,6 +318,6 @@ def held_tensors(stage: nn.Module) -> Iterator[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, which tensors that share memory have in common."""
+    """Return the address of a tensor's storage: equal for tensors that share memory."""
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -1,6 +1,6 @@
-"""Miniatures of a model of transformers: the same class with the same layers, narrow enough to be run on a CPU at once.
+"""Miniatures of a model of transformers: the same class and layers, narrow enough to run quickly on a CPU.
 
-If no miniature can be made, CannotCut gives the reason; the checks that need the least work come first.
+If no miniature can be made, CannotCut gives the reason; the cheapest checks come first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ppctl.geometry.rows import Start
 
 VOCABULARY = 256
 _WIDTH, _EXPERTS, _RANK, _WINDOW = 64, 32, 32, 8
-"""Sizes of a miniature, if the model's own are larger: of the residual stream and inner widths, routed experts, the
-low ranks of latent attention; and a window shorter than the miniature's sequences."""
+"""The largest sizes of a miniature: the residual stream and inner widths, routed experts, the low ranks of latent
+attention; and a window shorter than the miniature's sequences."""
 
 _INNER = ("intermediate", "ffn", "inner", "hidden_size_per", "laurel")
 """Parts of names of inner widths."""
@@ -40,28 +40,28 @@ _OTHERS = {
     "vocab_size_per_layer_input": VOCABULARY,
 }
 _AS_WIDE = ("word_embed_proj_dim", "attention_hidden_size", "embedding_dim")
-"""Sizes beside the residual stream's: if they are equal, there is no projection between the two."""
+"""Sizes that stay equal to the residual stream's if they are: then there is no projection between the two."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _OTHER_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "index_n_heads")
-"""Heads of linear attention, and of what chooses the tokens that attention sees."""
+"""Heads of linear attention, and of the indexers that choose the tokens that attention sees."""
 _STATE_SPACES = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_n_groups"),
     ("num_heads", "head_dim", "expand", "n_groups"),
 )
-"""Names of heads, their width, the factor of the residual stream's width that is their product, and groups of heads."""
+"""Fields for the number of heads, their width, the ratio of their product to the residual stream's, and groups."""
 _STATE_WIDTH = "mamba_d_ssm"
 """The name of that product, if a config has it."""
 _CHUNKS = ("mamba_chunk_size", "chunk_size")
 _CHUNK = 16
-"""Tokens that are computed together: a sequence is filled up to a whole number of chunks, and is shorter than most."""
+"""Sizes of chunks of tokens: sequences are padded to whole chunks, and a miniature's would be shorter than most."""
 
 
 def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
     """Yield copies of a config with small widths, all layers and no dropout, the smallest copy first.
 
-    Dropout's field `drops`, if one is named, gets the value `_SEEN`, which shows in a few tokens. The width of a head
-    stays, because rotary tables are written for it. A caller takes the first copy that runs: later ones are for models
-    whose residual stream must be as wide as all heads, that need more heads or larger sizes, or a padding token.
+    Field `drops`, if named, gets `_SEEN`, a dropout that shows in a few tokens. The width of a head stays, because
+    rotary tables depend on it. Callers take the first copy that runs: later ones are for models whose residual stream
+    must be as wide as all heads, that need more heads or larger sizes, or a padding token.
     """
     sizes = ((2, True), (2, False), (4, False), (None, False))
     words = _own(config, "vocab_size")
@@ -93,7 +93,7 @@ def _lower_widths(small: Any) -> None:
 
 
 def lower_windows(config: Any) -> int:
-    """Lower the windows and chunks of attention to `_WINDOW` tokens; returns the shortest before, 0 without any."""
+    """Lower the windows and chunks of attention to `_WINDOW` tokens; returns the previous shortest, or 0."""
     widths = [value for name in _WINDOWS if _is_size(value := _own(config, name))]
     for name in _WINDOWS:
         _lower(config, name, _WINDOW)
@@ -101,7 +101,7 @@ def lower_windows(config: Any) -> int:
 
 
 _SEEN = 0.5
-"""A share of what is dropped, or of noise, that changes a miniature's results whatever it draws."""
+"""A share of dropout or noise that changes a miniature's results with any draws."""
 _DRAWS = ("drop", "jitter")
 """Parts of the names of fields by which a model draws random numbers in training."""
 
@@ -119,7 +119,7 @@ def _take_token(config: Any, name: str, token: int | None, last: int) -> None:
     """Set a special token to `token`; if the config refuses None, to `last`, which no batch draws."""
     try:
         setattr(config, name, token)
-    except ConfigFails:  # it has to be a number
+    except ConfigFails:  # the field must be a number
         setattr(config, name, last)
 
 
@@ -136,8 +136,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _own(config: Any, name: str) -> Any:
-    """Return the value that a config stores for a field (None without one), by transformers' usual name for it or by
-    the class's own, from the object's dictionary, since classes compute attributes in their own ways."""
+    """Return the value that a config stores for a field (None if it has none), by transformers' usual name or the
+    class's own. From the object's dictionary, since classes compute attributes in their own ways."""
     return vars(config).get(type(config).attribute_map.get(name, name))
 
 
@@ -199,20 +199,20 @@ def _fit_state_spaces(small: Any, config: Any) -> None:
 def _lower_nested(small: Any, config: Any) -> None:
     """Lower the sizes in the configs that a config contains, and give them its new width if they had its old one."""
     for inner in (vars(small)[name] for name in config.sub_configs if hasattr(vars(small).get(name), "__dict__")):
-        wide = _own(inner, "hidden_size")
+        old_width = _own(inner, "hidden_size")
         _lower_widths(inner)
-        if wide is not None and wide == _own(config, "hidden_size"):
+        if old_width is not None and old_width == _own(config, "hidden_size"):
             inner.hidden_size = _own(small, "hidden_size")
         _lower(inner, "kv_n_heads", _own(small, "num_attention_heads") or 1)
 
 
 _MOST_PARAMETERS = 100_000_000
-"""Parameters of a miniature: more would take minutes, and memory that a login node does not have."""
+"""The most parameters of a miniature: more would take minutes, and memory that a login node does not have."""
 CODE_FAILS = (
     *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError),
     ConfigFails,
 )
-"""The exceptions of a model's own code if its sizes do not go together, or something that it reads is not there."""
+"""The exceptions of a model's own code if sizes do not fit together, or something that it reads is missing."""
 
 
 def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
@@ -262,12 +262,12 @@ def _largest(model: nn.Module) -> str:
 
 
 def _start(tensor: Tensor) -> Start:
-    """Return how transformers initialises a weight: as a constant, which a tensor of any size then has, or drawn."""
+    """Return how transformers initialises a weight: with a constant, for any size, or drawn."""
     return "ones" if bool((tensor == 1).all()) else "zeros" if bool((tensor == 0).all()) else "normal"
 
 
 def _shake(model: nn.Module) -> None:
-    """Add noise to every parameter: equal zeros or ones would hide that two biases or two norms are exchanged."""
+    """Add noise to every parameter: equal zeros or ones would hide swapped biases or norms."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)

@@ -1,4 +1,4 @@
-"""The proof that a model can be cut: its miniature, whole and in stages, has the same bits."""
+"""The proof that a model can be cut: its miniature gives the same bits whole and in stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppctl.model.loss import microbatch_loss
 
 _MICROBATCHES, _ROWS, _TOKENS = 2, 2, 20
 _RUNS = 4
-"""Stages with layers; the embedding and the head are one more each."""
+"""The most stages with layers; the embedding and the head are one more each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class CutProof:
     stages: tuple[str, ...]
     """The layers of each stage of the cut model."""
     gradients: int
-    """How many were compared."""
+    """How many gradients were compared."""
     starts: Mapping[str, Start]
     """How the model's own code initialises each parameter and saved buffer."""
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Several threads add up the rows of experts in another order in every run: bits differ by chance."""
+    """Use one thread while entered: several threads add up the rows of experts in an order that varies between runs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -73,13 +73,13 @@ def prove(config: Any) -> CutProof:
 
 @_one_thread()
 def drops_of(config: Any) -> dict[str, float]:
-    """The fields by which a model drops something in training, with their values: draws would depend on the cut. What a
-    miniature draws decides, because some fields with such names are for models with other heads."""
+    """The fields by which a model drops something in training, with their values: draws would depend on the cut. A
+    field counts if a miniature draws with it, because some such fields are for models with other heads."""
     return {name: value for name, value in dropout_fields(config).items() if _draws(config, name)}
 
 
 def _draws(config: Any, name: str) -> bool:
-    """Whether a miniature in which this field alone drops something gives other results for the same tokens."""
+    """Whether a miniature in which only this field drops something gives varying results for the same tokens."""
     for small in miniatures(config, drops=name):
         with suppress(*CODE_FAILS), torch.no_grad():
             torch.manual_seed(0)
@@ -93,14 +93,14 @@ def _batch(number: int, model: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids, labels and loss mask [rows, tokens] of one microbatch, from the first half of the model's words."""
     generator = torch.Generator().manual_seed(number)
     words = VOCABULARY
-    with suppress(*CODE_FAILS):  # of a model without a table of embeddings, which a cut refuses later
+    with suppress(*CODE_FAILS):  # a model without a table of embeddings is refused later
         words = min(words, model.get_input_embeddings().weight.shape[0])
     drawn = torch.randint(0, max(1, words // 2), (_ROWS, _TOKENS + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:], torch.ones(_ROWS, _TOKENS)
 
 
 _Losses = tuple[Tensor, ...]
-"""ppctl's of one microbatch, and what the model's own code adds to it, if it adds something."""
+"""The losses of one microbatch: ppctl's, and the part that the model's own code adds, if any."""
 
 
 def _losses(outputs: Sequence[Tensor], labels: Tensor, mask: Tensor) -> _Losses:
@@ -116,7 +116,7 @@ def _objective(losses: _Losses) -> Tensor:
 def _run_whole(
     model: nn.Module, anatomy: Anatomy, batches: Sequence[tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor | None], list[_Losses]]:
-    """By microbatch what enters the first layer and what every layer returns; gradients by name; losses."""
+    """(by microbatch the first layer's input and every layer's output; gradients by name; losses)."""
     states, losses = list[list[Tensor]](), list[_Losses]()
     for tokens, labels, mask in batches:
         with _watched(model, anatomy) as watched:
@@ -143,8 +143,8 @@ def _watched(model: nn.Module, anatomy: Anatomy) -> Iterator[list[Tensor]]:
 
 
 def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Sequence[Tensor]) -> None:
-    """Refuse a model that gives other results for the same tokens. Raises CannotCut naming the first layer."""
-    with _watched(model, anatomy) as again:  # with gradients, as before: a mask that has one takes another kernel
+    """Raise CannotCut, naming the first such layer, if a second run gives other results for the same tokens."""
+    with _watched(model, anatomy) as again:  # with gradients, as before: a mask with a gradient takes another kernel
         model(input_ids=tokens, use_cache=False)
     for index, (one, other) in enumerate(zip(states, again, strict=True)):
         if not torch.equal(one, other):
@@ -209,6 +209,7 @@ def _run_cut(
 
 
 def _compare_losses(anatomy: Anatomy, of_parts: _Losses, expected: _Losses) -> None:
+    """Raise CannotCut unless the losses, and what routers add to them, are equal, bit by bit."""
     (loss, *added), (whole, *all_added) = of_parts, expected
     if not torch.equal(loss, whole):
         raise CannotCut(f"{anatomy.head}: with the same states before it the loss differs")
@@ -220,6 +221,7 @@ def _compare_losses(anatomy: Anatomy, of_parts: _Losses, expected: _Losses) -> N
 
 
 def _called(stage: ForeignStage, given: Message, anatomy: Anatomy) -> Message:
+    """The stage's output. Raises CannotCut if its code fails without the other stages."""
     try:
         output: Message = stage(*given)
     except CODE_FAILS as error:
@@ -238,6 +240,7 @@ def _differs(anatomy: Anatomy, stage: ForeignStage, mb: int) -> str:
 
 
 def _compare_gradients(gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
+    """Raise CannotCut unless every parameter's gradient is equal, bit by bit."""
     if missing := expected.keys() - gradients.keys():
         raise CannotCut(f"{min(missing)} is on no stage")
     for name, gradient in expected.items():

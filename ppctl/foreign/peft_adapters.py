@@ -19,9 +19,9 @@ _NAME = "default"
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: torch.dtype) -> nn.Module:
-    """Put peft's modules around the targets, and freeze all else but the modules that are trained whole; adapters are
-    as wide as the weights. Raises ConfigError: PP-E540 for modules that the model does not have or cannot train so,
-    PP-E541 without peft, PP-E542 in its own words for what it does not adapt."""
+    """Put peft's modules around the targets, and freeze all other modules except those trained whole; adapters have the
+    weights' dtype. Raises ConfigError: PP-E540 for modules that are missing or cannot be trained like this, PP-E541
+    without peft, PP-E542 in peft's words for modules that it does not adapt."""
     try:
         import peft
     except ImportError as missing:
@@ -36,7 +36,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
         init_lora_weights=False,
     )
     try:
-        with warnings.catch_warnings():  # it says that it turns GPT-2's matrices by itself
+        with warnings.catch_warnings():  # peft warns that it transposes GPT-2's matrices
             warnings.simplefilter("ignore")
             injected: Any = peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -60,7 +60,7 @@ class AdapterDropout(Dropout):
     draws: Draws | None = None
 
     def forward(self, x: Tensor, draws: Draws | None = None) -> Tensor:
-        """`x` with elements dropped; as it is without draws. Raises ConfigError (PP-E540) for rows without places."""
+        """`x` with elements dropped; unchanged without draws. Raises ConfigError (PP-E540) for rows without places."""
         if x.dim() != 3:
             message = f"model.lora.dropout: a target gets {list(x.shape)}, rows without their places in samples"
             raise ConfigError(Problem("PP-E540", message, "model.lora.dropout=0", "model.lora"))
@@ -69,7 +69,7 @@ class AdapterDropout(Dropout):
 
 def _train_whole(adapted: nn.Module, adapters: Adapters, anatomy: Anatomy) -> None:
     """Let the modules of `modules_to_save` be trained. Raises ConfigError (PP-E540) for names that match no weight, or
-    what has an adapter or is shared: peft gives such modules another meaning."""
+    a module with an adapter or shared weights, which peft treats differently."""
     names = {canonical(name): parameter for name, parameter in adapted.named_parameters(remove_duplicate=False)}
     remedy = "model.lora.modules_to_save=null"
     for module in adapters.modules_to_save:
@@ -116,7 +116,7 @@ def _why(model: nn.Module, target: str, named: list[str], outside: list[str]) ->
 
 
 def _known(model: nn.Module, anatomy: Anatomy) -> list[str]:
-    """The last parts of the names of the linear modules, GPT-2's Conv1D among them; routers are none."""
+    """The last parts of the names of linear modules, including GPT-2's Conv1D, without routers."""
     targets = {
         path.rpartition(".")[2]
         for path, module in model.named_modules()
@@ -137,7 +137,7 @@ def shapes_of(adapted: nn.Module) -> Mapping[str, tuple[int, ...]]:
 
 
 def canonical(name: str) -> str:
-    """The canonical name of a parameter of an adapted model: the base's own, and peft's as its files have them."""
+    """The canonical name of an adapted model's parameter: the base's, or for adapters the name in peft's files."""
     return (
         name.replace(".base_layer.", ".")
         .replace(f".lora_A.{_NAME}.", ".lora_A.")

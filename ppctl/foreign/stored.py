@@ -1,6 +1,6 @@
 """The weights of a directory of transformers, by the names that the model's own code gives them, one at a time.
 
-The library itself names and puts together what files hold: older names, prefixes, experts one by one.
+transformers itself renames and combines the stored tensors: older names, prefixes, experts one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StoredWeights:
 
     `config` is the library's config object; `shapes` has the shapes of all tensors of the model, by canonical name.
     Raises CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, or that
-    has other values than the one with which the model shares its memory.
+    differs from a tensor with which it shares memory in the model.
     """
 
     def __init__(self, directory: Path, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -87,6 +87,7 @@ class StoredWeights:
         return tensor
 
     def _refuse(self, fault: str, names: Iterable[str]) -> None:
+        """Raise CheckpointError (PP-E524) with the fault and these names, if there are any."""
         if found := sorted(names):
             remedy = (
                 f"compare the model's sizes with {pasted(self.directory / 'config.json')}, and that with the weights"

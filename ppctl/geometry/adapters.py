@@ -1,4 +1,4 @@
-"""Adapters as rows of the table of parameters: what `model.lora` asks for, beside frozen weights.
+"""Adapters as rows of the table of parameters: those of `model.lora`, beside frozen weights.
 
 `foreign/peft_adapters` makes them, and knows the modules of a model.
 """
@@ -18,7 +18,7 @@ from ppctl.geometry.rows import Parameter
 
 _OURS = {"r": "rank", "target_modules": "targets", "lora_alpha": "alpha", "layers_to_transform": "layers"}
 _OURS |= {"lora_dropout": "dropout"}
-"""Names of peft's -> ours."""
+"""peft's names -> ours."""
 _OTHERS = {name: f"its name here is {ours}" for name, ours in _OURS.items()} | {
     "target_parameters": "tensors that are no module's weight have none here",
     "use_dora": "adapters have no magnitudes here",
@@ -28,15 +28,15 @@ _OTHERS = {name: f"its name here is {ours}" for name, ours in _OURS.items()} | {
     "exclude_modules": "targets are named one by one here",
     "init_lora_weights": "adapters start as peft's gaussian",
 }
-"""Other names of peft's, and what is so here."""
+"""Other settings of peft's -> why they are fixed here."""
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 MOST_RANK = 2**16
-"""More than any model has columns."""
+"""More columns than any model has."""
 _EXAMPLES = {"rank": "16", "targets": "[q_proj,v_proj]", "alpha": "16", "layers": "[0]", "dropout": "0.1"}
 _EXAMPLES |= {"modules_to_save": "[lm_head]", "bias": "none"}
-"""Every key of `model.lora`, with a value that it may have."""
+"""Every key of `model.lora`, with an example of its value."""
 
 
 class WrongAdapters(ValueError):
@@ -88,7 +88,7 @@ def _words(text: str) -> list[str]:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """`[0,4-7]`: indexes of layers, from 0, and ranges of them, both ends included."""
+    """The indexes of layers in `[0,4-7]`: from 0, and ranges with both ends. Raises WrongAdapters."""
     chosen: set[int] = set()
     for word in _words(text):
         match = _RANGE.fullmatch(word)
@@ -116,8 +116,8 @@ def is_adapter(name: str) -> bool:
 
 
 def trained_whole(name: str, adapters: Adapters) -> bool:
-    """Whether the parameter or buffer with this canonical name is in a module of `modules_to_save`: one whose path ends
-    in the letters of one of these names, as peft has it."""
+    """Whether the parameter or buffer with this canonical name is in a module of `modules_to_save`, whose path ends
+    with one of these names, letter by letter as in peft."""
     around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
     return any(path.endswith(adapters.modules_to_save) for path in around)
 
@@ -125,8 +125,8 @@ def trained_whole(name: str, adapters: Adapters) -> bool:
 def with_adapters(
     rows: Iterable[Parameter], made: Mapping[str, tuple[int, ...]], whole: Collection[str] = ()
 ) -> tuple[Parameter, ...]:
-    """The rows of a layer: every weight, frozen unless it is in `whole`, with the two parts of its adapter after it, if
-    it has one. `made` are the shapes of all parts of adapters in the layer, by name."""
+    """The rows of a layer: every weight, frozen unless it is in `whole`, followed by the two parts of its adapter, if
+    any. `made` are the shapes of all parts of adapters in the layer, by name."""
     parameters = []
     for row in rows:
         parameters.append(row if row.name in whole else frozen(row))

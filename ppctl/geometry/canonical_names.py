@@ -39,8 +39,8 @@ def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parame
 
 
 def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, Parameter]:
-    """Canonical name -> row of all that a stage holds, copies included, in canonical order. Experts go by the name of
-    their stack. Over all of a model's layers the order is the model's."""
+    """Canonical name -> row of everything that a stage holds, copies included, in canonical order. Experts have the
+    name of their stack. Over all of a model's layers the order is the model's."""
     held, sizes = tuple(layers), Sizes.of(model)
     kinds = dict(zip(held, layer_kinds(model, held), strict=True))
     rows_of_names: dict[str, Parameter] = {}
@@ -65,7 +65,8 @@ def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, P
 
 
 def canonical_names(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
-    """The names of what a stage trains by gradients; over all of a model's layers in the model's order."""
+    """The names of the parameters that a stage trains by gradients; over all of a model's layers in the model's
+    order."""
     return tuple(name for name, row in stage_parameters(model, layers).items() if row.gradient != "none")
 
 
@@ -73,7 +74,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def parameter_of(name: str, model: ModelConfig) -> Parameter:
-    """The row of a canonical name, of one expert or of a stack. Raises LookupError for what the model does not have."""
+    """The row of a canonical name, of one expert or of a stack. Raises LookupError if the model does not have it."""
     sizes, foreign = Sizes.of(model), foreign_of(model)
     general = _EXPERT.sub(".experts.{expert}.", name) if foreign is None else name
     decoder = "layers" if foreign is None else foreign.anatomy.layers
@@ -97,7 +98,7 @@ def _by_name(sizes: Sizes, kind: Kind) -> Mapping[str, Parameter]:
 
 
 def owner_of(name: str, model: ModelConfig) -> str:
-    """The name of the parameter that `name` is a use of: itself, or the token embedding for MTP's and a tied output."""
+    """The name of the parameter that `name` uses: itself, or the token embedding for MTP's copy and a tied output."""
     return parameter_of(name, model).copy_of or name
 
 
@@ -116,5 +117,5 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def stack_of(name: str) -> str:
-    """The stack of one expert's tensor, by which its count of optimizer steps goes; any other name as it is."""
+    """The stack of one expert's tensor, which has its count of optimizer steps; other names unchanged."""
     return stack_name(_EXPERT.sub(".experts.{expert}.", name)) if _EXPERT.search(name) else name

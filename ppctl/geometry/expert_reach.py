@@ -8,12 +8,12 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 
 _RUNS = 8
-"""Runs that experts make, if they can, if the router has no groups."""
+"""The number of runs, if the router has no groups and it divides the number of experts."""
 
 
 class ExpertRuns(NamedTuple):
-    """Neighbouring experts in equal runs. Results of one run are summed first, and then these sums in order of the
-    runs: a model's own order, which does not depend on the ranks that hold its experts."""
+    """Neighbouring experts in equal runs. Results of each run are summed first, then these sums in the order of runs:
+    an order that does not depend on the ranks that hold the experts."""
 
     number: int
     size: int
@@ -23,7 +23,7 @@ class ExpertRuns(NamedTuple):
 
 
 def expert_runs(model: ModelConfig) -> ExpertRuns:
-    """The runs of a model with experts: the router's groups, else as many as divide 8 and the number of experts."""
+    """The runs of a model with experts: the router's groups, else gcd(8, experts)."""
     experts = model.num_moe_experts or 1
     count = model.moe_router_num_groups or gcd(experts, _RUNS)
     limit = (model.moe_router_group_topk if model.moe_router_num_groups else None) or count
@@ -36,7 +36,7 @@ def reached(model: ModelConfig, parts: int) -> float:
 
     A part with s of E experts holds none of K different ones with the probability C(E - s, K) / C(E, K) of the
     hypergeometric distribution (Feller, An Introduction to Probability Theory and Its Applications I, II.6), and
-    expectations add up. If the router is limited to groups it is at most their number: a ceiling.
+    expectations add up. If the router is limited to groups, their number is an upper bound.
     """
     experts, topk = model.num_moe_experts or 1, model.moe_router_topk
     expected = parts * (1 - comb(experts - experts // parts, topk) / comb(experts, topk))

@@ -1,8 +1,7 @@
 """A causal language model of transformers as a value: its rows of the table of parameters, its parts, and their costs,
 which are measured on meta tensors.
 
-A child process describes the model once (`ppctl.foreign.describe`), and the text travels in the config
-(`model.transformers`).
+A child process describes the model once (`ppctl.foreign.describe`); the config carries the text (`model.transformers`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ppctl.geometry.rows import Parameter
 from ppctl.records.json_reader import read
 
 VERSION = 3
-"""Version of the text; an older model is described again."""
+"""Version of the text; a model described by an older version is described again."""
 
 
 class Growth(NamedTuple):
@@ -28,9 +27,9 @@ class Growth(NamedTuple):
     token: float = 0.0
     pair: float = 0.0
     line: float = 0.0
-    """Per token of one sequence: what all sequences share, such as tables of positions."""
+    """Per token, shared by all sequences, such as tables of positions."""
     square: float = 0.0
-    """Per pair of tokens of one sequence: such as masks that all share."""
+    """Per pair of tokens, shared by all sequences, such as masks."""
 
     def of(self, sequences: int, length: int) -> float:
         """Return the number for `sequences` sequences of `length` tokens."""
@@ -39,7 +38,7 @@ class Growth(NamedTuple):
 
 
 Peak = tuple[Growth, ...]
-"""The moments of which one has the most bytes: which one that is depends on the sequences."""
+"""The moments that may have the most bytes: which of them does depends on the sequences."""
 
 
 def most(peak: Peak, sequences: int, length: int) -> float:
@@ -48,43 +47,44 @@ def most(peak: Peak, sequences: int, length: int) -> float:
 
 
 class LayerCost(NamedTuple):
-    """Costs of one layer, or of what stands before or after all layers. Bytes are those of one microbatch."""
+    """Costs of one layer, or of the part before or after all layers. Bytes are of one microbatch."""
 
     flops: Growth
-    """Operations of a forward: products with weights by token, scores and weighted values by pair, causal: halved."""
+    """Operations of a forward: products with weights by token; scores and weighted values by pair, halved for
+    causality."""
     kept: Growth
     """Bytes from the layer's forward to its backward, without its input and without tables."""
     keeps_input: bool
     in_forward: Peak
     """Bytes beside `kept` and beside all tables, while the layer's forward runs."""
     in_backward: Peak
-    """Bytes beside what is still kept, while the layer's backward runs; gradients of weights are constants."""
+    """Bytes beside those still kept, while the layer's backward runs; gradients of weights are constants."""
     in_inputs: Peak
-    """Bytes beside what is still kept, while the I of a split backward runs."""
+    """Bytes beside those still kept, while the I of a split backward runs."""
     deferred: Growth
     """Bytes from the layer's I to its W."""
     in_weights: Peak
     """Bytes beside `deferred`, while the layer's W runs."""
     reads: tuple[int, ...] = ()
-    """The tables that it is called with: recomputed, it keeps all of them."""
+    """The tables that the layer is called with; if recomputed, it keeps all of them."""
     keeps: tuple[int, ...] = ()
     """The tables that the layer keeps for its backward."""
     back: tuple[Growth, Growth] | None = None
     """Operations of both halves of a backward, for the input's gradient and for weights'. None if all weights are
-    trained: both together are two forwards."""
+    trained: together twice the forward's."""
 
 
 class PartCosts(NamedTuple):
-    """All parts of a model in numbers of one width, for sequences of some lengths."""
+    """Costs of all parts of a model in numbers of one width, for sequences of some lengths."""
 
     element: int
     """Bytes of a number."""
     above: int
-    """Sequences are longer: a window needs a mask if it is no longer than a sequence."""
+    """The costs hold for longer sequences than this, for which a window needs a mask."""
     tables: tuple[Growth, ...]
-    """Bytes of what every forward makes for its layers: masks, cosines and sines, positions."""
+    """Bytes of the tables that every forward makes for its layers: masks, cosines and sines, positions."""
     before: Growth
-    """Bytes beside these while layers run forward: a stand-in for the embedding's result."""
+    """Bytes beside the tables while layers run forward: a stand-in for the embedding's result."""
     first: LayerCost
     """Costs of the part before the layers."""
     last: LayerCost
@@ -100,8 +100,8 @@ class PartCosts(NamedTuple):
 
 
 def measured_for(measured: Sequence[PartCosts], element: int, length: int) -> PartCosts:
-    """The costs measured for numbers of `element` bytes and sequences of `length` tokens; wider numbers cost in
-    proportion to the widest measured."""
+    """The costs for numbers of `element` bytes and sequences of `length` tokens; for wider numbers than measured in
+    proportion to the widest."""
     width = element if any(each.element == element for each in measured) else max(each.element for each in measured)
     fitting = sorted((each for each in measured if each.element == width), key=lambda each: each.above)
     chosen: PartCosts = next((each for each in reversed(fitting) if each.above < length), fitting[0])
@@ -138,19 +138,18 @@ class Anatomy:
     tied: bool
     """Whether the head's weight is the embedding's."""
     returned: int
-    """How a layer returns its hidden state: 0 as a tensor, else as the first element of a tuple of so many elements."""
+    """How a layer returns its hidden state: 0 as a tensor, n as the first element of a tuple of n elements."""
     early: tuple[str, ...] = ()
     """Modules of `last` that the model lists before its layers."""
     routers: tuple[int, ...] = ()
-    """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty if that
-    adds nothing."""
+    """By layer, how many tensors its routers record for the loss of the model's own code; empty without such a loss."""
 
     def layer(self, index: int) -> str:
         """The name of a layer's module."""
         return f"{self.layers}.{index}"
 
     def place(self, name: str) -> int:
-        """The part of the model in whose turn its own code lists a parameter: before the layers, in them, after."""
+        """Where the model's own code lists a parameter: 0 before the layers, 1 in them, 2 after."""
         inside = name.startswith(f"{self.layers}.")
         return 1 if inside else 0 if name.rpartition(".")[0] in (*self.first, *self.early) else 2
 
@@ -165,22 +164,22 @@ class LayerKind(NamedTuple):
     """Layers of one structure: names, shapes and costs are equal."""
 
     name: str
-    """Facts that other kinds of the model do not have: `self_attn.sliding_window=4096`; empty if all are one."""
+    """Traits that not all kinds of the model have: `self_attn.sliding_window=4096`; empty if there is one kind."""
     rows: tuple[Parameter, ...]
     """Names are patterns, with {layer} for the index."""
 
 
 class Adapters(NamedTuple):
-    """Low-rank adapters (Hu et al., arXiv:2106.09685): to a product with W they add alpha / rank * B A, and W stays."""
+    """Low-rank adapters (Hu et al., arXiv:2106.09685): they add alpha / rank * B A to a fixed W."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """The ends of the names of the modules that have one: `q_proj`, `self_attn.q_proj`."""
+    """The ends of the names of the modules with an adapter: `q_proj`, `self_attn.q_proj`."""
     layers: tuple[int, ...] = ()
-    """The decoder layers that have them; empty: all."""
+    """The decoder layers with adapters; empty: all."""
     dropout: float = 0.0
-    """The probability with which an adapter does not see an element of its input in training."""
+    """The probability with which an element of an adapter's input is dropped in training."""
     modules_to_save: tuple[str, ...] = ()
     """The ends of the names of the modules that are trained whole, as peft matches them: `lm_head`, `norm`."""
 
@@ -203,12 +202,12 @@ class ForeignModel(NamedTuple):
     """The model's config.json with the overrides of `model.hf_overrides`, as JSON."""
     overrides: Mapping[str, str]
     transformers: str
-    """The version of the library that described it."""
+    """The version of transformers that described the model."""
     stages: tuple[str, ...]
-    """The parts that each stage of the proof held."""
+    """The layers of each stage of the proof."""
     anatomy: Anatomy
     first: tuple[Parameter, ...]
-    """Rows of what runs before the layers."""
+    """Rows of the parameters before the layers."""
     last: tuple[Parameter, ...]
     layers: tuple[int, ...]
     """For each layer, its index in `kinds`."""
@@ -224,13 +223,12 @@ class ForeignModel(NamedTuple):
     adapters: Adapters | None = None
     """The adapters that are trained in place of the weights, which are frozen then."""
     router_logits: RouterLogits | None = None
-    """For models whose code adds a loss over the routers of all layers."""
+    """The routers' logits, for models whose code adds a loss over the routers of all layers."""
     gradients: int = 0
     """The number of gradients that the proof compared."""
 
     def routed(self, layers: int) -> int:
-        """How many tensors the routers of the first `layers` layers record: a message after these layers carries
-        all."""
+        """How many tensors the routers of the first `layers` layers record; a message after these carries all."""
         return sum(self.anatomy.routers[:layers])
 
     def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
@@ -252,7 +250,7 @@ class ForeignModel(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> ForeignModel:
-        """The inverse of `to_text`. Raises ValueError for any other text."""
+        """Return the model of a text of `to_text`. Raises ValueError for any other text."""
         try:
             data = json.loads(text)
             if data.pop("version") != VERSION:
@@ -270,7 +268,7 @@ def described(text: str) -> ForeignModel:
 
 @cache
 def first_trained(text: str) -> int:
-    """The first decoder layer that has something to train; 0 if what stands before them is trained."""
+    """The first decoder layer with trained weights; 0 if something before the layers is trained."""
     model = described(text)
     if any(row.gradient != "none" for row in model.first):
         return 0

@@ -1,4 +1,4 @@
-"""Layers as values: their kinds, which have experts, the widths inside one, and what a stage recomputes or offloads."""
+"""Layers as values: their kinds, which of them have experts, and which of them a stage recomputes or offloads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NUMBERED = ("decoder", "mtp")
 """Kinds of which a model has several; both are built around a decoder layer."""
 
 LOSS_ROWS = 256
-"""Tokens whose logits the loss has in float32 at once: two for each multiprocessor of a GPU, whose softmax takes a row
-at a time, and fewer bytes than the output's weight gradient from a hidden size of 1,536 on (decision 33)."""
+"""Tokens whose logits the loss has in float32 at once: two for each multiprocessor of a GPU, which takes a row at a
+time, and fewer bytes than the output's weight gradient from a hidden size of 1,536 on (decision 33)."""
 
 SCORES = 2**24
 """Scores that attention with dropout has of a microbatch at once: 64 MiB in float32."""
@@ -29,11 +29,11 @@ DRAWN_ON_CPU = 2**16
 """Elements whose draws dropout has at once on a CPU: within a core's cache, twice as fast there."""
 
 SMALLEST_OFFLOADED = 2**10
-"""Bytes of the smallest storage that is moved: below are scalars and counts, of which the plan knows nothing."""
+"""Bytes of the smallest offloaded storage: smaller ones are scalars and counts, which plans do not know."""
 
 
 def score_rows(heads: int, length: int) -> int:
-    """Queries of each head whose scores attention with dropout has at once, of so many heads of all samples."""
+    """Queries of each head whose scores attention with dropout has at once; `heads` counts those of all samples."""
     return max(1, min(length, SCORES // (heads * length)))
 
 
@@ -43,7 +43,7 @@ class Layer:
 
     kind: KindName
     index: int = 0
-    """The layer's number among those of its kind in the model, from 0; 0 for the embedding and the loss."""
+    """The layer's number among the model's layers of its kind, from 0; 0 for the embedding and the loss."""
 
     def __str__(self) -> str:
         """`decoder.3`, `embedding`: the form in plan.json, in other files and in messages."""
@@ -51,7 +51,7 @@ class Layer:
 
     @classmethod
     def parse(cls, text: str) -> Layer:
-        """The layer that `str` writes like this. Raises ValueError for any other text."""
+        """The layer of a text of `str`. Raises ValueError for any other text."""
         name, _, index = text.partition(".")
         for kind in get_args(KindName):
             if name == kind and index.isdecimal() == (kind in NUMBERED):
@@ -78,7 +78,7 @@ class Kind(NamedTuple):
     moe: bool
     """Whether the layer's feed-forward is a mixture of experts."""
     cp_comm_type: str = "p2p"
-    """How the layer's attention exchanges between ranks that each hold a part of a sequence."""
+    """How ranks that share a sequence exchange it for the layer's attention."""
     structure: int = 0
     """For a transformers model: the index in `ForeignModel.kinds`."""
 
@@ -103,8 +103,8 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
 
 
 def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
-    """How many of these layers have a router with an auxiliary loss; of a model whose own code adds one over all layers
-    1 if the loss is among these."""
+    """How many of these layers have a router with an auxiliary loss; if the model's own code adds one loss over all
+    layers, 1 on the stage with the loss."""
     if (foreign := foreign_of(model)) is not None:
         return int(bool(foreign.anatomy.routers) and Layer("loss") in layers)
     balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
@@ -114,13 +114,13 @@ def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
 
 
 def foreign_cost(model: ModelConfig, kind: Kind, element: int, length: int) -> LayerCost | None:
-    """Costs of a layer of transformers in numbers of `element` bytes; None for ppctl's own."""
+    """Costs of a layer of transformers in numbers of `element` bytes; None for ppctl's own layers."""
     foreign = foreign_of(model)
     return None if foreign is None else measured_for(foreign.measured, element, length).cost(kind.name, kind.structure)
 
 
 def has_backward(model: ModelConfig, layer: Layer) -> bool:
-    """Whether a gradient of this layer is of use: not if nothing in it, nor in a layer before, is trained."""
+    """Whether this layer needs a backward: something in it or in an earlier layer is trained."""
     if model.transformers is None or layer.kind == "loss":
         return True
     foreign, first = described(model.transformers), first_trained(model.transformers)
@@ -130,8 +130,8 @@ def has_backward(model: ModelConfig, layer: Layer) -> bool:
 
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
-    """How this layer's attention exchanges between ranks that each hold a part of a sequence. MTP layers do as the last
-    decoder layer. `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag."""
+    """How ranks that share a sequence exchange it for this layer's attention: MTP layers as the last decoder layer,
+    layers without attention `p2p`. A list of one is for all layers, as with Megatron's flag."""
     if layer.kind not in NUMBERED:
         return "p2p"
     listed = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
@@ -139,7 +139,7 @@ def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
 
 
 def mtp_is_moe(model: ModelConfig) -> bool:
-    """Whether MTP's decoder layer has experts: as the model's last layer."""
+    """Whether MTP's decoder layer has experts, as the model's last layer."""
     return _has_experts(Layer("mtp"), moe_layer_pattern(model))
 
 
@@ -159,7 +159,7 @@ DEFAULT_MODULES = ("core_attn",)
 
 
 def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], ...]:
-    """Under `full`: the runs of layers of which only the first one's input is kept; () if there are none.
+    """Under `full`: the runs of layers that keep only the first layer's input; () if there are none.
 
     `uniform` makes runs of `recompute_num_layers` (1 by default) out of all decoder layers; `block` takes the first
     `recompute_num_layers` (all by default), each as a run of its own. An MTP layer is always a run of its own: it has
@@ -178,7 +178,7 @@ def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> 
 
 
 def alike(model: ModelConfig, train: TrainConfig, stage: int, layers: Sequence[Layer]) -> Hashable:
-    """Equal for stages that hold, compute and send as much, wherever in the model their layers stand."""
+    """A key, equal for stages that hold, compute and send equally much, wherever their layers are in the model."""
     if model.transformers is not None:
         return tuple(layers), _chosen(train, stage)
     kinds = zip(layer_kinds(model, layers), layers, strict=True)
@@ -197,7 +197,7 @@ _INSIDE = {"moe_act": ("experts", "moe"), "experts": ("moe",)}
 
 
 def made_again_by(part: str, modules: Collection[str]) -> str | None:
-    """Which of the recomputed `modules` makes a part of a layer again, itself or another one around it."""
+    """The recomputed module that makes a part of a layer again: the part itself or one around it; None if none does."""
     return next((module for module in (*reversed(_INSIDE.get(part, ())), part) if module in modules), None)
 
 

@@ -1,4 +1,5 @@
-"""Which rank of a data-parallel group owns which matrix: Muon orthogonalises each whole on one rank (decision 67)."""
+"""Which rank of a data-parallel group owns which matrix: Muon orthogonalises each matrix whole on one rank (decision
+67)."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class Matrices(NamedTuple):
 
 def deal(matrices: Sequence[Matrices], ranks: int) -> list[list[int]]:
     """For each entry, how many of its matrices each rank owns: longest processing time first (Graham 1969). The matrix
-    with the most operations goes to the rank with the fewest so far; of equal ones the earlier entry, of equal ranks
-    the lower: every rank of a job finds the same."""
+    with the most operations goes to the rank with the fewest so far; ties go to the earlier entry and the lower rank,
+    so that every rank of a job finds the same."""
     owned = [[0] * ranks for _ in matrices]
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)
@@ -43,8 +44,8 @@ def deal(matrices: Sequence[Matrices], ranks: int) -> list[list[int]]:
 
 
 def owned_runs(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, dict[int, range]]:
-    """Name -> rank of a group -> the elements that it owns, of matrices and stacks [number, rows, columns] read flat.
-    Those of a stack are neighbours, in the order of ranks; a rank that owns none is not there."""
+    """Name -> rank of a group -> the elements that it owns, of matrices and stacks [number, rows, columns] read flat. A
+    stack's runs follow each other in the order of ranks; a rank that owns nothing is left out."""
     entries = [Matrices(*shape[-2:], *shape[:-2]) for shape in shapes.values()]
     runs: dict[str, dict[int, range]] = {}
     for name, entry, owned in zip(shapes, entries, deal(entries, ranks), strict=True):

@@ -27,7 +27,7 @@ from ppctl.geometry.rows import EMBEDDING, MTP_EMBEDDING, OUTPUT, Gradient, Para
 
 
 class Sizes(NamedTuple):
-    """The part of a ModelConfig on which its parameters depend: hashable, so that rows are made once."""
+    """The part of a ModelConfig on which parameters depend: hashable, so that rows are made once."""
 
     hidden: int
     vocabulary: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     router_bias: bool
     tied: bool
     transformers: str | None
-    """The text that describes a model of transformers, whose rows are in it."""
+    """The text that describes a model of transformers and has its rows."""
 
     @property
     def query_head(self) -> int:
@@ -103,7 +103,7 @@ class Sizes(NamedTuple):
 
 @cache
 def kind_parameters(sizes: Sizes, kind: Kind) -> tuple[Parameter, ...]:
-    """The rows of one layer, in canonical order; of a loss the output, without the final norm. Those of a model of
+    """The rows of one layer, in canonical order; for a loss the output, without the final norm. Rows of a model of
     transformers are in its description; its final norm is the loss layer's."""
     if sizes.transformers is not None:
         return described(sizes.transformers).rows(kind.name, kind.structure)
@@ -128,7 +128,7 @@ def mtp_embedding(sizes: Sizes) -> Parameter:
 
 
 def beside_layers(sizes: Sizes) -> tuple[Parameter, ...]:
-    """The rows of all that is in no numbered layer, copies included."""
+    """The rows of parameters outside numbered layers, copies included."""
     if sizes.transformers is not None:
         foreign = described(sizes.transformers)
         return (*foreign.first, *foreign.last)
@@ -180,7 +180,7 @@ def _grouped_attention(sizes: Sizes) -> Iterator[Parameter]:
 
 
 def _latent_attention(sizes: Sizes) -> Iterator[Parameter]:
-    """Down-projections are whole on every rank; what expands the compressed vectors again is split by heads."""
+    """The rows of latent attention: down-projections are whole on every rank, up-projections split by heads."""
     h, again = sizes.hidden, "mla_up_proj"
     queries = sizes.heads * sizes.query_head
     if sizes.q_rank is None:
@@ -210,7 +210,7 @@ def _mixture(sizes: Sizes) -> Iterator[Parameter]:
         count = (sizes.experts,)
         yield Parameter("router.expert_bias", count, "correction", (), "none", "zeros", "moe")
     for row in _inside("experts.{expert}", _feed_forward(sizes, sizes.expert, "moe")):
-        # What tp splits of a feed-forward, etp splits of an expert; the stack has one dim more.
+        # etp splits an expert as tp splits a feed-forward; the stack has one dim more.
         splits = (("ep", 0), *(("etp", dim + 1) for _, dim in row.splits))
         role: Role = "expert" if row.role == "matrix" else row.role
         yield row._replace(role=role, splits=splits, experts=sizes.experts)
@@ -224,7 +224,7 @@ def _mixture(sizes: Sizes) -> Iterator[Parameter]:
 def _columns(
     name: str, width: int, inputs: int, recomputed: str | None = None, *, bias: bool = False
 ) -> Iterator[Parameter]:
-    """A product whose outputs are split: every rank reads all inputs and makes some outputs."""
+    """The rows of a product whose outputs are split: every rank reads all inputs and makes some outputs."""
     yield Parameter(f"{name}.weight", (width, inputs), "matrix", (("tp", 0),), recomputed=recomputed)
     if bias:
         yield Parameter(f"{name}.bias", (width,), "bias", (("tp", 0),), start="zeros", recomputed=recomputed)
@@ -233,7 +233,8 @@ def _columns(
 def _rows(
     name: str, width: int, inputs: int, recomputed: str | None = None, *, bias: bool = False
 ) -> Iterator[Parameter]:
-    """A product into the residual stream whose inputs are split; its bias is added once, to the sum over ranks."""
+    """The rows of a product into the residual stream whose inputs are split; its bias is added once, to the sum over
+    ranks."""
     weight = Parameter(f"{name}.weight", (width, inputs), "matrix", (("tp", 1),), recomputed=recomputed)
     yield weight._replace(start="residual")
     if bias:
@@ -241,7 +242,7 @@ def _rows(
 
 
 def _whole(name: str, width: int, inputs: int) -> Parameter:
-    """A product that every rank makes for its own tokens."""
+    """The row of a product that every rank computes for its own tokens."""
     return Parameter(f"{name}.weight", (width, inputs), "matrix", gradient="tokens")
 
 

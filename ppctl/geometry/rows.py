@@ -1,5 +1,5 @@
-"""A row of the table of parameters: what is known of one parameter, of ppctl's own decoder or of another model; and
-which part of it a rank holds, by its places on the axes that split parameters.
+"""A row of the table of parameters: the facts of one parameter, of ppctl's own decoder or of another model; and the
+part of it that a rank holds, by the rank's places on the axes that split parameters.
 
 An axis splits a dim into neighbouring runs, equal but for the last ones: a vocabulary needs no padding to be divided.
 """
@@ -11,28 +11,27 @@ from math import prod
 from typing import Literal, NamedTuple
 
 Role = Literal["matrix", "expert", "router", "other", "embedding", "norm", "bias", "correction"]
-"""matrix: of a product with activations, and expert: such a matrix of a routed expert; router: scores of experts;
-other: of transformers' models what decays as matrices do and is none of a hidden layer, as a head, a convolution's
-filters or rates of decay; bias: added to a product or a norm; correction: what balances a router, moved once a step
-without a gradient."""
+"""matrix: of a product with activations; expert: a matrix of a routed expert; router: scores of experts; other: a
+weight of transformers' models that decays as matrices do but is no matrix of a hidden layer, as a head's, a
+convolution's filters or rates of decay; bias: added to a product or a norm; correction: a bias that balances a router,
+updated once a step without a gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
-"""The gradient that a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds.
-tokens: that of its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to
-be summed over tp always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own
-heads."""
+"""The gradient that a tensor-parallel rank has after its backward. complete: the whole gradient of its part. tokens:
+under sequence parallelism, the gradient of its own tokens, to be summed over tp. heads: that of its own heads, always
+to be summed over tp; so is a parameter that tp cannot split after all (`units`). none: trained without a gradient."""
 
 Start = Literal["ones", "zeros", "normal", "residual", "adapter"]
 """normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two
-such projections to the residual stream (Radford et al. 2019, GPT-2); adapter: with 1 / rank, the number of its rows
+of these projections to the residual stream (Radford et al. 2019, GPT-2); adapter: with 1 / rank, the number of its rows
 (peft's init_lora_weights="gaussian")."""
 
 Splits = tuple[tuple[str, int], ...]
-"""(axis, dim) of every parallel axis that splits a parameter; on all others it is whole."""
+"""(axis, dim) of every parallel axis that splits a parameter, which is whole on all other axes."""
 
 EMBEDDING = "tok_embeddings.weight"
 MTP_EMBEDDING = "mtp.tok_embeddings.weight"
-"""The copy of the embedding beside the MTP modules: another use of it."""
+"""The copy of the embedding beside the MTP modules, a further use of the embedding."""
 OUTPUT = "output.weight"
 
 
@@ -45,15 +44,15 @@ class Parameter(NamedTuple):
     """Shape of one expert's parameter; modules stack experts, [experts, *shape]."""
     role: Role
     splits: Splits = ()
-    """Dims are those of the stack if there is one: its dim 0 are the experts."""
+    """The axes that split the parameter; dims are the stack's if there is one, whose dim 0 are the experts."""
     gradient: Gradient = "complete"
     start: Start = "normal"
     recomputed: str | None = None
-    """The entry of train.recompute_modules that computes with it again."""
+    """The entry of train.recompute_modules whose recomputation uses the parameter."""
     experts: int = 0
-    """The number of experts that each have such a parameter; 0 for a parameter that is no expert's."""
+    """The number of experts, each with such a parameter; 0 for a parameter outside experts."""
     copy_of: str | None = None
-    """The canonical name of the parameter that this is a further use of."""
+    """The canonical name of the parameter of which this is a further use."""
     units: int = 0
     """Number of indivisible parts of the dim that tp splits (key/value groups); 0 if every element can be split."""
 
@@ -64,12 +63,12 @@ class Parameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The number of elements in a layer, of all experts together."""
+        """The number of elements in a layer, for all experts together."""
         return self.size * (self.experts or 1)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether activations are multiplied with it, and it is no use of an embedding."""
+        """Whether activations are multiplied with the parameter, and it is no use of an embedding."""
         return self.role in ("matrix", "expert", "router", "other")
 
     @property
@@ -79,18 +78,18 @@ class Parameter(NamedTuple):
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether Muon moves it: matrices of hidden layers and every expert's, not the output's. The last two dims are
-        a matrix's; the one before, of transformers' experts, counts them."""
+        """Whether Muon updates the parameter: matrices of hidden layers and of experts, not the output's. The last two
+        dims are a matrix's; a dim before counts the experts of transformers' models."""
         return self.is_matrix and self.role != "other" and self.name != OUTPUT
 
     @property
     def frozen(self) -> bool:
-        """Whether it is a weight that training leaves as it was: beside adapters."""
+        """Whether the parameter is a weight beside adapters, which training does not change."""
         return self.gradient == "none" and self.role != "correction"
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The parallel axes that split it; `tp/8` does if it divides 8 units, `tp:37` cuts 37 words into runs."""
+        """The axes that split the parameter; `tp/8`: only if tp divides 8 units, `tp:37`: 37 words in uneven runs."""
         if self.units:
             return tuple(f"{axis}/{self.units}" if axis == "tp" else axis for axis, _ in self.splits)
         words = self.name in (EMBEDDING, MTP_EMBEDDING, OUTPUT)
@@ -101,11 +100,11 @@ class Parameter(NamedTuple):
         return not self.units or self.units % ranks == 0
 
     def inside(self, block: str) -> bool:
-        """Whether it is in this block of a decoder layer: `attention`, `feed_forward`, `moe`."""
+        """Whether the parameter is in this block of a decoder layer: `attention`, `feed_forward`, `moe`."""
         return f".{block}." in self.name
 
     def called(self, layer: int = 0) -> str:
-        """The canonical name in layer `layer`; of experts the name of their stack."""
+        """The canonical name in layer `layer`; for experts the name of their stack."""
         name = stack_name(self.name) if self.experts else self.name
         return name.format(layer=layer)
 
@@ -131,17 +130,17 @@ ONLY = Place()
 
 
 class Parts(NamedTuple):
-    """The places of a rank on the axes that split parameters (`Parameter.splits`), and sequences."""
+    """The places of a rank on the axes that split parameters (`Parameter.splits`) or sequences."""
 
     tp: Place = ONLY
     ep: Place = ONLY
     etp: Place = ONLY
     cp: Place = ONLY
-    """Splits no parameter, but sequences."""
+    """The axis that splits sequences, not parameters."""
 
     @classmethod
     def at(cls, position: Mapping[str, int], sizes: object) -> Parts:
-        """The parts of a rank at this position on the axes of both views; `sizes` has the axes' sizes."""
+        """The parts of a rank at this position on the axes of both grids; `sizes` has the axes' sizes."""
         return cls(*(Place(position[axis], getattr(sizes, axis)) for axis in cls._fields))
 
     def on(self, axis: str) -> Place:
@@ -170,16 +169,16 @@ class Parts(NamedTuple):
         return tuple(len(run) for run in self.runs(row))
 
     def slices(self, row: Parameter) -> tuple[slice, ...]:
-        """Slices of the tensor of one name that the rank holds: of one expert, or of a parameter without experts."""
+        """The slices that the rank holds of one expert's parameter, or of a parameter without experts."""
         return tuple(slice(run.start, run.stop) for run in self.runs(row)[bool(row.experts) :])
 
 
 WHOLE = Parts()
-"""Everything: one rank on every axis."""
+"""The parts of a single rank, which holds everything."""
 
 
 def tp_sums(row: Parameter, tp: int, *, sequence_parallel: bool) -> bool:
-    """Whether tensor-parallel ranks have parts of the row's gradient, to be summed over tp once a step."""
+    """Whether tensor-parallel ranks have partial gradients of the row, to be summed over tp once a step."""
     if tp == 1 or row.gradient == "none":
         return False
     return row.gradient == "heads" or (row.gradient == "tokens" and sequence_parallel) or not row.splits_over(tp)

@@ -14,7 +14,7 @@ from ppctl.plan import Plan
 from ppctl.records.rank_records import RankState
 
 LEAST, TIMES = 120.0, 10.0
-"""The adaptive limit of a step: so many times the slowest one so far, and at least so many seconds."""
+"""The adaptive limit of a step: `TIMES` the slowest step so far, at least `LEAST` seconds."""
 _AS_LONG_AS_A_FIRST_STEP = {"loading kernels", "recording", "saving", "evaluating", "generating", "done"}
 GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
 """Seconds by which a rank's own alarm is later than the watch's limit."""
@@ -22,12 +22,12 @@ GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
 MARGIN = 60.0
 """Seconds in addition to saves and steps: SLURM's clock is coarse, and ranks need some time to exit."""
 _SLOW_DISK = 100 * 2**20
-"""Bytes a second that a rank writes at least, as long as none has been measured."""
+"""Bytes a second that a rank is assumed to write until a save has been measured."""
 
 
 def seconds_to_leave(save: float | None, saved_bytes: int, step: float) -> float:
-    """Seconds that a job needs to save and end: two saves, three steps and the margin. `save` and `step` are seconds
-    of the slowest ones; without a save yet, `saved_bytes` of a rank take as long as a slow disk needs."""
+    """Seconds that a job needs to save and end: two saves, three steps and the margin. `save` and `step` are seconds of
+    the slowest save and step; before the first save, a rank's `saved_bytes` are assumed to go to a slow disk."""
     return 2 * (saved_bytes / _SLOW_DISK if save is None else save) + 3 * step + MARGIN
 
 
@@ -41,7 +41,7 @@ def time_to_leave(plan: Plan, records: Sequence[Mapping[str, Any]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds for which nothing may move, in each state of the job."""
+    """The most seconds without progress, in each state of the job."""
 
     start: float
     first_step: float
@@ -56,26 +56,26 @@ class Limits:
 
     @property
     def longest(self) -> float:
-        """The longest of the limits: at the latest then, the watch ends a job in which nothing moves."""
+        """The longest of the limits: after this the watch ends any job without progress."""
         return max(self.start, self.first_step, LEAST if self.step is None else self.step)
 
     @property
     def of_groups(self) -> timedelta:
         """How long a process group waits for its other ranks before its backend gives up.
 
-        Later than the watch, which names a culprit, and than every rank's alarm, which writes its stacks: the errors of
-        backends have neither.
+        Later than the watch, which names a culprit, and than every rank's alarm, which writes stacks: a backend's error
+        does neither.
         """
         return timedelta(seconds=self.longest + 2 * GRACE)
 
     @property
     def look(self) -> float:
-        """Seconds between publications of a node: so short that, under a short limit, no live node seems silent."""
+        """Seconds between publications of a node: short enough that no live node seems silent under a short limit."""
         return min(10.0, (self.step or LEAST) / 4)
 
 
 class Progress:
-    """Follows one start of a job: `late` returns how long nothing has moved, if that is too long."""
+    """Follows one start of a job: `late` returns how long there has been no progress, if that is too long."""
 
     def __init__(self, limits: Limits, now: float, first_step: int = 0) -> None:
         self.limits = limits
@@ -86,7 +86,7 @@ class Progress:
         self._slowest = 0.0
 
     def late(self, states: Sequence[RankState], now: float) -> float | None:
-        """Seconds since anything moved, if they exceed the limit; else None. `now` is on the clock of the states."""
+        """Seconds without progress if they exceed the limit, else None. `now` is on the clock of the states."""
         self.note(states)
         if not states or all(each.state == "done" for each in states):
             return None
@@ -105,11 +105,11 @@ class Progress:
         return min(self.limits.longest, max(LEAST, TIMES * self._slowest))
 
     def note(self, states: Sequence[RankState]) -> None:
-        """Note when a step begins, and how long the one before took (without the start-up before the first one)."""
+        """Note when a step begins, and how long the previous one took (without the start-up before the first step)."""
         training = [each for each in states if each.state == "training"]
         newest = max((each.step for each in training), default=-1)
         if training and newest != self._step:
             began = min(each.since for each in training if each.step == newest)
-            if 0 <= self._step < newest:  # else the run has gone back to an earlier step
+            if 0 <= self._step < newest:  # not if the run has gone back to an earlier step
                 self._slowest = max(self._slowest, (began - self._entered) / (newest - self._step))
             self._step, self._entered = newest, began

@@ -1,4 +1,4 @@
-"""The failure of a job in which nothing moves: which rank waits for which, which one all wait for, and why."""
+"""The failure of a job without progress: which rank waits for which, for which rank all wait in the end, and why."""
 
 from __future__ import annotations
 
@@ -35,32 +35,31 @@ class Wait:
 
     state: RankState
     done: Action | None = None
-    """The last action that it completed."""
+    """The last action that the rank completed."""
     current: Action | None = None
     beside: Action | None = None
     """The backward paired with the forward `current`, if both are running; else None."""
     needs: Action | None = None
-    """The action of another rank that it waits for."""
+    """The action of another rank for which it waits."""
     on: int | None = None
-    """The rank that it waits for; None if that is not known, or if it waits for none."""
+    """The rank for which it waits; None if that is unknown, or if it waits for none."""
     sent: bool = False
-    """Whether that rank has sent the message: then only the message is missing."""
+    """Whether rank `on` has sent the message: then only the message is missing."""
     axis: str | None = None
     """The parallel axis of the exchange in which it waits for rank `on`; None if it waits for a message."""
 
 
 def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
-    """For every rank which rank it waits for, in the order of ranks."""
+    """The Wait of every rank, in the order of ranks."""
     by_rank = {state.rank: state for state in states if state.rank < plan.sizes.world}
     return tuple(_wait(plan, by_rank, state) for _, state in sorted(by_rank.items()))
 
 
 def root(rank_waits: Sequence[Wait]) -> Wait | None:
-    """The rank that all other ranks wait for in the end: stopped, or waiting for none, or for a message that was sent.
-
-    Of several, one within an action (a W that nobody waits for) before those that are through their lists, and of these
-    the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
-    each other, in the end) is lost between them: a sender that computes, or is stopped, may not have delivered it.
+    """The rank for which all other ranks wait in the end: stopped, or waiting for none, or for a sent message. Of
+    several, a rank within an action (a W for which no rank waits) before ranks that have finished their lists, and of
+    these the rank with the oldest state. A sent message that does not come while both ends wait is lost between them; a
+    sender that computes, or is stopped, may not have delivered it.
     """
     if not rank_waits:
         return None
@@ -77,7 +76,7 @@ def root(rank_waits: Sequence[Wait]) -> Wait | None:
 
 
 def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
-    """The end of a chain of waits; of a circle the wait for a message that was sent, else the one that closes it."""
+    """The end of a chain of waits; in a circle the wait for a sent message, else the wait that closes the circle."""
     seen: list[Wait] = []
     while wait.on is not None and wait.on in by_rank and wait not in seen:
         seen.append(wait)
@@ -87,8 +86,7 @@ def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
 
 
 def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
-    """The other side of a rank's wait: another rank in a collective, or the action of another rank that its current
-    action needs."""
+    """A rank's Wait: for a rank in a collective, or for the action of another rank that its action needs."""
     if own.index == NO_ACTION or own.state not in _LISTED:
         axis, behind = _behind_in_exchanges(plan, by_rank, own)
         return Wait(own, on=_furthest_behind(by_rank, own) if behind is None else behind, axis=axis)
@@ -106,7 +104,7 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
     other = None if owner in (None, own.rank) else by_rank.get(owner)
     if needs is None or other is None:
         return Wait(own, done, current)
-    if current.op in SENDS:  # complete when the other end has received it
+    if current.op in SENDS:  # a send completes when the other end has received it
         received = _is_past(plan, schedule, other, own, needs)
         return Wait(own, done, current) if received else Wait(own, done, current, None, needs, owner)
     send = Action(Op.SEND_F if needs.op is Op.F else Op.SEND_B, needs.stage, needs.mb)
@@ -114,7 +112,7 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
 
 
 def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> tuple[str | None, int | None]:
-    """(axis, the rank along it that has started the fewest exchanges), if these are fewer than its own."""
+    """(axis, the rank along it with fewest started exchanges) if these are fewer than `own`'s; else (None, None)."""
     for axis, started, others in _exchanging(plan, by_rank, own):
         behind = min(others, key=lambda other: (other.exchanges[started], other.rank), default=own)
         if behind.exchanges[started] < own.exchanges[started]:
@@ -125,7 +123,8 @@ def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: Rank
 def _exchanging(
     plan: Plan, by_rank: Mapping[int, RankState], own: RankState
 ) -> Iterator[tuple[str, int, list[RankState]]]:
-    """(axis, its place in `exchanges`, the other ranks along it) of the axes along which `own` exchanged something."""
+    """(axis, its index in `exchanges`, the other ranks along it) for the axes along which `own` has exchanged
+    something."""
     for place, axis in enumerate(EXCHANGING_AXES):
         if own.exchanges[place] and getattr(plan.sizes, axis) > 1:
             group = RankGrid(plan.sizes).group_of(axis, own.rank)
@@ -135,7 +134,7 @@ def _exchanging(
 def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
     """(axis, ranks along it) if all these ranks are in the action of `culprit` and have started the same exchanges.
 
-    A rank that computes would be behind the others: they go on to the next exchange.
+    If one rank computed, the others would have gone on to the next exchange.
     """
     own = culprit.state
     if culprit.current is None or culprit.current.op is Op.REDUCE_GRAD or not own.working:
@@ -161,8 +160,7 @@ def _beside(schedule: Schedule, row: Sequence[Action], index: int) -> Action | N
 def _unreceived_send(
     plan: Plan, by_rank: Mapping[int, RankState], own: RankState, schedule: Schedule, row: Sequence[Action]
 ) -> Action | None:
-    """The first send of a rank that is not received yet: at the end of its list a rank waits for all of its
-    messages."""
+    """The first send of a rank that has not been received: at the end of its list a rank waits for all its messages."""
     for action in row:
         needs = _need(schedule, action) if action.op in SENDS else None
         if needs is not None:
@@ -178,7 +176,7 @@ def schedule_of(plan: Plan, state: RankState) -> Schedule:
 
 
 def _need(schedule: Schedule, action: Action) -> Action | None:
-    """The other stage's action that one waits for: it makes the input, or, for a send, uses the message."""
+    """The other stage's action for which an action waits: it makes the input, or for a send uses the message."""
     op, stage, mb = action
     last = schedule.placement.num_stages - 1
     if op in (Op.F, Op.RECV_F):
@@ -210,7 +208,7 @@ def _order(state: RankState) -> int:
 
 
 def _furthest_behind(by_rank: Mapping[int, RankState], own: RankState) -> int | None:
-    """The rank with the least progress, which `own` waits for in a collective; None if none is behind `own`."""
+    """The rank with the least progress, for which `own` waits in a collective; None if no rank is behind `own`."""
 
     def progress(other: RankState) -> tuple[int, int, int]:
         return other.step, _order(other), other.index
@@ -224,7 +222,8 @@ _ROWS = 32
 
 
 def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -> RankFailure:
-    """The failure of the rank that all wait for; nothing has moved for `still` s before `now`, on the states' clock."""
+    """The failure of the rank for which all wait, after `still` s without progress before `now`, on the states'
+    clock."""
     rank_waits = waits(plan, states)
     culprit = root(rank_waits)
     assert culprit is not None  # the caller passes at least one state
@@ -269,7 +268,7 @@ def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
 
 
 def _at_once(rank_waits: Sequence[Wait]) -> str:
-    """Which ranks compute and wait for no other; of several each one's device may wait for a message of another's."""
+    """Which ranks compute and wait for no rank; if several, their devices may wait for messages of each other."""
     computing = [str(wait.state.rank) for wait in rank_waits if wait.on is None and wait.current and wait.state.working]
     if len(computing) < 2:
         return ""

@@ -2,7 +2,7 @@
 
 files          never half-written, read up to a limit, locked
 private_files  files that no other user of the machine can reach
-processes      how one is started, and whether one lives or is stopped
+processes      how processes are started, and whether they live or are stopped
 devices        which device the ranks of a machine use, and the backends of their groups
 accelerators   device presets: rates, bandwidths and the sizes of fast-link domains
 """

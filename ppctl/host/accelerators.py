@@ -1,6 +1,6 @@
-"""Device presets: peak rates, bandwidths, and the share of them that real kernels reach. Data.
+"""Device presets, as data: peak rates, bandwidths, and the share that real kernels reach.
 
-Rates are those of dense matrix products; the vendors' figures with sparsity are twice as much.
+Rates are for dense matrix products; the vendors' figures with sparsity are twice as much.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Device(NamedTuple):
     name: str
     title: str
     bf16_flops: float
-    """Dense matrix products per second in 16 bits: what mfu is measured against."""
+    """Operations per second of dense products in 16 bits, the base of mfu."""
     fp8_flops: float
-    """Dense matrix products per second in 8 bits; the 16-bit rate if the device has no 8-bit one."""
+    """Operations per second of dense products in 8 bits; the 16-bit rate if the device has no 8-bit products."""
     memory_bandwidth: float
     """Bytes per second."""
     fast_link: float
     """Bytes per second one way to a rank of the same domain (NVLink)."""
     domain: int
-    """Ranks that the fast links reach."""
+    """The number of ranks in a domain of fast links."""
     network: float
     """Bytes per second one way and per rank to other domains."""
     latency: float
@@ -33,19 +33,19 @@ class Device(NamedTuple):
     """One workspace of Transformer Engine."""
     cublas_workspace_mib: float = 32.0
     sustained: float = 1.0
-    """Share of the rates of products that the device keeps up under its power limit."""
+    """Share of the rates of products that the device sustains under its power limit."""
     fp4_flops: float = 0.0
-    """Dense matrix products per second in 4 bits; 0 if the device has none."""
+    """Operations per second of dense products in 4 bits; 0 if the device has none."""
     host_link: float = 63 * GIGA
     """Bytes per second one way to the host's memory. 63 GB/s: PCIe 5.0 with 16 lanes."""
 
 
 PPCTL, MEGATRON = STACKS = ("ppctl", "megatron")
-"""Whose program a plan prices."""
+"""The systems whose program a plan may price."""
 
 
 class Efficiency(NamedTuple):
-    """The share of a peak that kernels reach, and what a kernel costs however small it is. The same for every model."""
+    """The shares of peaks that kernels reach, and the least cost of a kernel; equal for all models."""
 
     matmul: float
     fp8_matmul: float
@@ -110,15 +110,15 @@ def device_called(text: str) -> Device | None:
 
 
 def efficiency_of(device: Device, stack: str = PPCTL) -> Efficiency:
-    """The stated efficiencies of a stack's kernels: one set for all GPUs, and all of the peak for the CPU, whose rates
-    are measured."""
+    """The efficiencies of a stack's kernels: one set for all GPUs, and the full peak for the CPU, whose rates are
+    measured."""
     if device.name == _CPU.name:
         return _CPU_EFFICIENCY
     return EFFICIENCY[stack]
 
 
 def whose_prices(device: Device, stack: str) -> str:
-    """Whose program a plan's seconds are of, and what is known of how true they are."""
+    """A text on the system whose program the seconds are of, and on how well they are known."""
     if stack == MEGATRON:
         return "what Megatron-core's kernels and overlaps take, which ppctl does not run; fitted to published steps"
     known = MEASURED.get(device.name, f"no {device.title} has run it")

@@ -1,4 +1,4 @@
-"""Which device the ranks of one machine use, which backend carries messages between them, and in how many queues."""
+"""The device of one machine's ranks, the backend of messages between them, and the number of hardware queues."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES = "32"
-"""A rank has a stream for its kernels, one for each channel and one for each group. Two that share a hardware queue
-may wait for each other; CUDA's default is 8 queues, and 32 are the most."""
+"""A rank has a stream for its kernels, one for each channel and one for each group. Two streams that share a hardware
+queue may wait for each other; CUDA's default is 8 queues, the maximum 32."""
 
 SEVERAL_RANKS = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SEVERAL_RANKS_SINCE = (2, 30, 7)
@@ -25,7 +25,7 @@ def why_one_queue_blocks(pp: int, queues: str | None) -> str | None:
 
 
 def machines(nodes: int | None, per_node: int | None, world: int) -> tuple[int, int]:
-    """(machines, ranks on each) of `world` ranks, if one of the two numbers, or both, may be left open."""
+    """(machines, ranks on each) of `world` ranks; either number, or both, may be None."""
     if nodes is None:
         nodes = 1 if per_node is None else -(-world // per_node)
     return nodes, -(-world // nodes) if per_node is None else per_node
@@ -38,8 +38,8 @@ def gpus_needed(ranks: int, *, share: bool) -> int:
 
 def device_type(asked: str, gpus: int, ranks: int, *, share: bool) -> str:
     """`cuda` or `cpu`, for all `ranks` of a machine with `gpus`; `asked` is one of these, or `any`. `any` is cuda if
-    there are enough GPUs. All ranks of a machine get the same: if each one looked for its own GPU alone, the first
-    ranks would wait in NCCL for others that use gloo."""
+    there are enough GPUs. All ranks of a machine get the same device: if each looked only for its own GPU, some would
+    wait in NCCL for others that use gloo."""
     if asked != "any":
         return asked
     return "cuda" if gpus >= gpus_needed(ranks, share=share) else "cpu"
@@ -58,10 +58,10 @@ def nccl_shares_gpus(version: tuple[int, ...] | None, environ: Mapping[str, str]
 def group_backends(kind: str, nccl: tuple[int, ...] | None, environ: Mapping[str, str], *, share: bool) -> str:
     """The backends of process groups whose ranks compute on `kind` (cuda, cpu), as torch names them.
 
-    NCCL refuses two ranks on one GPU, but for `nccl_shares_gpus`. Then gloo carries tensors of the GPU as well: it
-    copies them through pinned memory of its own in every collective that ppctl calls (all_reduce, all_gather,
-    reduce_scatter, all_to_all, broadcast), and a pipeline's channels do that themselves. All ranks must decide alike,
-    so the answer does not depend on how many GPUs a machine has.
+    NCCL refuses two ranks on one GPU unless `nccl_shares_gpus`. Then gloo also carries tensors of the GPU: it copies
+    them through its own pinned memory in every collective that ppctl calls (all_reduce, all_gather, reduce_scatter,
+    all_to_all, broadcast); a pipeline's channels make these copies themselves. All ranks must decide alike, so the
+    answer does not depend on the number of GPUs.
     """
     if kind == "cpu" or (share and not nccl_shares_gpus(nccl, environ)):
         return "gloo"
@@ -69,6 +69,6 @@ def group_backends(kind: str, nccl: tuple[int, ...] | None, environ: Mapping[str
 
 
 def loopback_variables() -> dict[str, str]:
-    """Variables with which gloo and NCCL listen where no other machine reaches them: for ranks of one machine."""
+    """Variables with which gloo and NCCL use only the loopback interface, for ranks of one machine."""
     name = "lo0" if sys.platform == "darwin" else "lo"
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

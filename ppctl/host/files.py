@@ -17,35 +17,35 @@ from ppctl.records.json_reader import parse, read
 T = TypeVar("T")
 
 MOST_READ = 2**24
-"""Bytes of a file that is read whole: 16 MiB, far above any layout, schedule, recipe or profile."""
+"""The most bytes of a file that is read whole: 16 MiB, far above any layout, schedule, recipe or profile."""
 
 MOST_READ_OF_A_MODEL = 2**28
-"""Bytes of a tokenizer, or of the index of a model's files, that is read whole: 256 MiB."""
+"""The most bytes of a tokenizer, or of the index of a model's files: 256 MiB."""
 ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
-"""Errors of `read_whole` for something that is there and no file of ours, not for faults of the disk."""
+"""Errors of `read_whole` for paths that are no readable file, without faults of the disk."""
 
 
 def is_file(path: Path | str) -> bool:
-    """Whether there is a file, `~` for a home directory included; False for a name that no file can have."""
+    """Whether there is a file at `path`, in which `~` is a home directory; False for an impossible name."""
     try:
         return _expanded(path).is_file()
-    except OSError:  # too long a name
+    except OSError:  # the name is too long
         return False
 
 
 def cache_directory() -> Path:
-    """This user's own directory for what can be made again; it need not be there."""
+    """This user's cache directory; it need not exist."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "ppctl"
 
 
 def nearest_there(path: Path) -> Path:
-    """`path`, or the first directory above it that is there: what `ls` can list."""
+    """`path`, or the nearest existing directory above it, for `ls` in remedies."""
     return next((each for each in (path, *path.absolute().parents) if os.path.exists(each)), Path("/"))
 
 
 def unused(path: Path) -> Path:
-    """`path`, or the first with a number behind its name that is not there."""
+    """`path` if it does not exist, else the first name with a number appended that does not."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in range(2, 1000))
     return next((each for each in (path, *numbered) if not os.path.lexists(each)), path)
 
@@ -66,8 +66,8 @@ def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) 
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a regular file to read it; without `follow` not through a link in its place. Raises OSError with the reason
-    in `strerror`: also for a pipe or a device, which may have no end, without waiting."""
+    """Open a regular file for reading; without `follow` the file must not be a link. Raises OSError with the reason in
+    `strerror`, without waiting also for a pipe or a device."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:
@@ -96,8 +96,8 @@ def read_text(path: Path | str, most: int = MOST_READ) -> str:
 
 
 def write_atomically(path: Path, text: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Replace `path`: written beside it, synced if `durable`, renamed. After an OSError the old file is there. A
-    `private` file can be read by this user alone."""
+    """Replace the file: write a new one beside it, sync it if `durable`, rename it. After an OSError the old file is
+    unchanged. A `private` file can be read by this user alone."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(draft, "wb", opener=_opener_of_private if private else None) as file:
@@ -112,13 +112,13 @@ def write_atomically(path: Path, text: str | bytes, *, durable: bool = True, pri
 
 
 def _opener_of_private(path: str, flags: int) -> int:
-    with suppress(FileNotFoundError):  # a draft of a killed process with this number may have another mode
+    with suppress(FileNotFoundError):  # a leftover file of a killed process may have another mode
         os.unlink(path)
     return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 def append(path: Path, line: str) -> None:
-    """Append `line` in a single write: lines of two writers never mix, and after an OSError no half is left."""
+    """Append `line` in a single write: lines of two writers never mix, and after an OSError no part of it is left."""
     data = line.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -136,8 +136,8 @@ TAKEN = -1
 
 
 def lock(path: Path, patience: float = 0.0) -> int | None:
-    """A descriptor that holds the directory's lock; TAKEN if another process has it; None without locks. For `patience`
-    seconds it tries again: a process that only tests the lock has it for a moment, too."""
+    """A descriptor that holds the directory's lock; TAKEN if another process has it; None on file systems without
+    locks. Tries again for `patience` seconds: processes that test the lock also hold it for a moment."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     deadline = time.monotonic() + patience
     while True:
@@ -161,6 +161,6 @@ def release(descriptor: int | None) -> None:
 
 
 def silence(out: TextIO) -> None:
-    """Discard what is still written to `out`, whose reader has closed it, instead of failing at exit."""
+    """Discard further output to `out`, whose reader has closed it, instead of failing at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

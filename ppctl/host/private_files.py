@@ -1,8 +1,8 @@
 """Files that no other user of the machine can reach: in shared memory and in temporary directories.
 
-Anybody may take a name there: a FIFO hangs whoever opens it, a link leads to a file elsewhere, a file may be a lie.
-So all files are in directories of this user's alone (mode 0700), with random names if no later start must find them;
-and what is opened must be this user's, a regular file, and no link.
+Any user may take a name there: opening a FIFO hangs, a link leads to another file, a file may be forged. So all files
+are in directories of this user alone (mode 0700), with random names unless a later start must find them; an opened file
+must be this user's, regular, and no link.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.host.processes import boot
 
 NODE_DIRECTORY = "PPCTL_NODE_DIRECTORY"
-"""The variable by which ranks of ppctl's launcher find the directory of their start."""
+"""The variable that names the directory of their start to ranks of ppctl's launcher."""
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -39,7 +39,7 @@ def is_own_name(name: str) -> bool:
 
 
 def _prefix() -> str:
-    """The beginning of the names: machines may share a temporary directory and not its locks."""
+    """The prefix of the names, which has the machine: machines may share a temporary directory but not its locks."""
     return f"ppctl-{os.geteuid()}-{boot()[:8]}-"
 
 
@@ -49,9 +49,9 @@ def _names() -> re.Pattern[str]:
 
 @contextmanager
 def own_directory(place: Path | None = None) -> Iterator[Path]:
-    """A new directory with a random name in `place` (default: the temporary directory), removed at the end. Removes
-    first what processes of this user's have left in `place` when they were killed: the kernel has released their locks.
-    Raises ConfigError (PP-E649)."""
+    """A new directory with a random name in `place` (default: the temporary directory), removed at the end. First
+    removes the directories of this user's killed processes in `place`, whose locks are free. Raises ConfigError
+    (PP-E649)."""
     try:
         place = place or Path(tempfile.gettempdir())
         _sweep(place)
@@ -67,8 +67,8 @@ def own_directory(place: Path | None = None) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path`, and if it is missing its parent, for this user alone, unless it is there. Raises OSError if either
-    is a link, no directory, or another user's; the parent may be the system's."""
+    """Make `path` with mode 0700, and its parent if that is missing. An existing `path` of this user gets mode 0700,
+    too. Raises OSError if either is a link, no directory, or another user's; root may own the parent."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     above = path.parent.lstat()
     if not stat.S_ISDIR(above.st_mode) or above.st_uid not in (os.geteuid(), 0):
@@ -79,8 +79,8 @@ def make_directory(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """A descriptor of a regular file in a directory that is this user's alone; `flags` as os.open takes them. Never
-    waits. Raises OSError if the file or its directory is another user's, a link or of another type."""
+    """A descriptor of a regular file in a directory of this user alone, opened with `flags` as by os.open, without
+    waiting. Raises OSError if the file or its directory is another user's, a link or of another type."""
     with _inside(path.parent) as directory:
         descriptor = os.open(path.name, flags | _SAFELY, 0o600, dir_fd=directory)
     status = os.fstat(descriptor)
@@ -100,7 +100,7 @@ def read(path: Path, most: int) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace the file, whole or not at all, by way of one that ends in `.tmp`. Raises OSError."""
+    """Replace the file atomically, through a file that ends in `.tmp`. Raises OSError."""
     draft = path.with_suffix(".tmp")
     with open(open_file(draft, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.truncate()
@@ -131,7 +131,8 @@ def _inside(directory: Path) -> Iterator[int]:
 
 
 def _opened(directory: Path, *, tighten: bool = False) -> int:
-    """A descriptor of a directory that is this user's alone, or with `tighten` becomes so."""
+    """A descriptor of a directory of this user alone, which `tighten` makes mode 0700. Raises OSError for other
+    directories."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _SAFELY)
     except NotADirectoryError:
@@ -151,7 +152,7 @@ def _refused(path: Path) -> OSError:
 
 
 def _new(place: Path) -> tuple[Path, int]:
-    """A directory in `place`, and a descriptor that holds its lock; it gets its name when it is locked."""
+    """(a new directory in `place`, a descriptor that holds its lock); it is locked before it gets its final name."""
     path = place / f"{_prefix()}{secrets.token_hex(8)}"
     draft = path.with_name(f".{path.name}")
     draft.mkdir(0o700)
@@ -170,7 +171,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    with suppress(OSError):  # of a place that may be written and not be listed
+    with suppress(OSError):  # the place may be writable but not listable
         for path in (place / name for name in filter(_names().fullmatch, os.listdir(place))):
             with suppress(OSError), _inside(path) as descriptor:
                 if _lock(descriptor):
@@ -178,7 +179,7 @@ def _sweep(place: Path) -> None:
 
 
 def _remove(path: Path, descriptor: int) -> None:
-    """Empty the directory that is open, whatever has its name now, and remove it."""
+    """Empty the open directory, whatever has its name now, and remove it."""
     shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
     with suppress(OSError):
         path.rmdir()

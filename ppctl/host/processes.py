@@ -1,4 +1,5 @@
-"""This machine's processes: how one is started, whether one has ended or is stopped; and SIGTERM to this one."""
+"""This machine's processes: how they are started, whether they have ended or are stopped; and SIGTERM to this
+process."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-HANDED_OVER = "PPCTL_HANDED_OVER"  # when, by `time.monotonic`, a process that waited became a rank
+HANDED_OVER = "PPCTL_HANDED_OVER"  # when a standby process became a rank, by `time.monotonic`
 
 
 def python(module: str) -> list[str]:
-    """The command that runs `module` in a process of its own, with the modules that this process can import. `python
-    -m` takes modules from the working directory first, where another user may have put a `torch.py`: that directory is
-    left out (-P) unless this process itself was started so that it counts."""
+    """The command that runs `module` in a new process, with the modules that this process can import. `python -m` takes
+    modules from the working directory first, where another user may have put a `torch.py`: that directory is left out
+    (-P) unless this process uses it, too."""
     with suppress(OSError):  # the working directory has been removed
         if not {"", os.getcwd()} & set(sys.path):
             return [sys.executable, "-P", "-m", module]
@@ -26,7 +27,7 @@ def python(module: str) -> list[str]:
 
 
 def own_share() -> tuple[int, int]:
-    """(cores, bytes of memory) of this machine that are left for each of its ranks."""
+    """(cores, bytes of memory) of this machine for each of its ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "")
@@ -35,16 +36,16 @@ def own_share() -> tuple[int, int]:
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """A process of this machine (none: this one) and no other: machine, boot, number and start. It outlives exec."""
+    """The identity of a process here (None: this process): machine, boot, number and start. exec keeps it."""
     pid = os.getpid() if pid is None else pid
     return {"machine": socket.gethostname(), "boot": boot(), "pid": pid, "started": started(pid)}
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """Whether the process with this identity ran on this machine and has ended; False if that is not known."""
+    """Whether the process with this identity ran on this machine and has ended; False if this is unknown."""
     pid, began = process.get("pid"), process.get("started")
-    here = process.get("machine") == socket.gethostname() and process.get("boot") == boot() != ""
-    return here and isinstance(pid, int) and began is not None and (started(pid) != began or _state(pid) == "Z")
+    same_machine = process.get("machine") == socket.gethostname() and process.get("boot") == boot() != ""
+    return same_machine and isinstance(pid, int) and began is not None and (started(pid) != began or _state(pid) == "Z")
 
 
 def started(pid: int) -> int | None:
@@ -60,7 +61,7 @@ def is_stopped(pid: int) -> bool:
 
 @contextmanager
 def unwinding_on_term() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143) in the main thread, so that files and processes end with this one."""
+    """Let SIGTERM raise SystemExit(143) in the main thread, so that this process cleans up its files and processes."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -80,7 +81,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def boot() -> str:
-    """An id of this machine's present life; empty on a system without /proc."""
+    """An id of this machine's present boot; empty on a system without /proc."""
     with suppress(OSError):
         return _BOOT.read_text().strip()
     return ""

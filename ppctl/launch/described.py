@@ -31,25 +31,23 @@ _EXTRAS = {
     "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),
     "lora": ("PP-E541", ("peft",), "adapters are its code"),
 }
-"""Extra of ppctl's -> the code of its problem, its packages, and what they are for."""
+"""Optional group of packages -> the code of its problem, its packages, and their purpose."""
 _CODE = ("foreign", "geometry", "model", "weight_gradients")
 """Packages of ppctl's on which an answer depends."""
 
 
 def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> str:
-    """The text of `model.transformers`, with the proof and the costs of a model.
+    """The text of `model.transformers`, with the proof and the costs of a model. It comes from a cache by config and
+    versions; else it is made now, which takes 10 to 60 seconds.
 
-    It was made before, for the same config and versions, and kept; else it is made now, which takes 10 to 60 seconds.
-
-    Raises ConfigError: PP-E520 without a config.json, PP-E526 if torch or transformers is not here, PP-E527 to
-    PP-E529, PP-E550 and PP-E552 for models that cannot be trained so, PP-E540 to PP-E542 for adapters that they
-    cannot have.
+    Raises ConfigError: PP-E520 without a config.json, PP-E526 without torch or transformers, PP-E527 to PP-E529,
+    PP-E550 and PP-E552 for models that cannot be trained like this, PP-E540 to PP-E542 for adapters that do not fit.
     """
     config = read_config_file(directory)
     kept = cache_directory() / "models" / f"{_digest(config, overrides, adapters)}.json"
     with suppress(OSError, ValueError):
         text = read_text(kept)
-        ForeignModel.from_text(text)  # a disk that was full may have left half of it
+        ForeignModel.from_text(text)  # a full disk may have left half of it
         return text
     if problem := absent("transformers", str(directory)):
         raise ConfigError(problem)
@@ -57,7 +55,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
     if "problems" in answer:
         raise ConfigError([Problem(**problem) for problem in answer["problems"]])
     text = str(answer["model"])
-    with suppress(OSError):  # a home that cannot be written to: the next start asks again
+    with suppress(OSError):  # a read-only home: the next start asks again
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, text)
     return text
@@ -83,13 +81,13 @@ def absent_for(model: ModelConfig) -> list[Problem]:
 
 
 def other_version(model: ModelConfig) -> str | None:
-    """A note if a model from elsewhere was proved with another transformers than this machine has."""
+    """A note if a model was proved with another version of transformers than this machine has."""
     foreign = foreign_of(model)
     with suppress(metadata.PackageNotFoundError):
-        here = metadata.version("transformers")
-        if foreign is not None and here != foreign.transformers:
+        ours = metadata.version("transformers")
+        if foreign is not None and ours != foreign.transformers:
             return (
-                f"the model was proved with transformers {foreign.transformers}, and {here} is installed: its code may "
+                f"the model was proved with transformers {foreign.transformers}, and {ours} is installed: its code may "
                 "compute something else, and nothing has looked at that. `ppctl plan model.from=DIR "
                 "model.implementation=transformers` proves a directory with this version (of a run: `ppctl ckpt export "
                 "--hf RUN DIR`)"
@@ -116,7 +114,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
 
 
 def _watched(command: Sequence[str], environment: Mapping[str, str], directory: Path) -> tuple[list[str], int]:
-    """The lines of a child's stderr, and its exit code. A person sees each, on a terminal with the time that passes."""
+    """The lines of a child's stderr, and its exit code. Each line is shown, on a terminal with the elapsed time."""
     screen, began, lines = getattr(sys.stderr, "below", sys.stderr), time.monotonic(), ["starting torch"]
     begin, end = ("\r\033[K", "") if screen.isatty() else ("", "\n")
     room = shutil.get_terminal_size().columns - 1 if begin else None
@@ -137,8 +135,8 @@ def _watched(command: Sequence[str], environment: Mapping[str, str], directory: 
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
-    """A digest of all that an answer depends on: it has proof and costs of both dtypes, with the loss of every run."""
-    # Commits of one version differ in the files that make an answer.
+    """A digest of all that an answer depends on; not on dtype or loss, since an answer has the costs of both dtypes."""
+    # Different commits of one version may make different answers.
     code = [package_digest(Path(ppctl.__file__).parent / name) for name in _CODE]
     versions = [VERSION, ppctl.__version__, *code]
     for package in ("torch", "transformers", *([] if adapters is None else ["peft"])):

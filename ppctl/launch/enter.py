@@ -72,7 +72,7 @@ def code_of(config: RunConfig) -> str:
 
 
 def go_on(run: RunDir, start: str) -> None:
-    """Set the run to go on from its last checkpoint, if it has one, and forget how its last start ended."""
+    """Set the run to go on from its last checkpoint, if it has one, and clear the outcome of its last start."""
     run_starts.begin_start(run, start)
     run_starts.sweep(run)
     last, config = last_checkpoint(run), run.read_config()

@@ -19,7 +19,7 @@ _NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Who started this process, and as which rank."""
+    """The starter of this process, and its rank."""
 
     by: str
     """`torchrun`, `slurm` (srun), `env` (rank variables of another scheduler), `node` (agents), or `person`."""
@@ -97,8 +97,8 @@ def slurm_rank(environ: Mapping[str, str]) -> Started:
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", str(tasks))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
     tasks_here = _tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))
-    # Below the range from which the kernel assigns ports; of jobs that share hosts, of their steps, and of starts one
-    # after another no two have the same.
+    # Below the kernel's range of assigned ports; different for jobs that share hosts, for their steps, and for
+    # consecutive starts.
     port = 20000 + (16 * job + 4 * (step % 4) + restarts % 4) % 10000
     alone = tasks_here == tasks
     server = {"MASTER_ADDR": "127.0.0.1" if alone else first_host(nodes), "MASTER_PORT": str(port)}
@@ -107,8 +107,8 @@ def slurm_rank(environ: Mapping[str, str]) -> Started:
 
 
 def node_place(environ: Mapping[str, str]) -> tuple[int, int, str, int]:
-    """The index of this node among those of its job, how many there are with the spares, and the address and the port
-    at which they meet: of a pod, or of a task of an srun that has one on each node. Raises ConfigError (PP-E606)."""
+    """(the index of this node in its job, the number of nodes with spares, address, port) of the rendezvous: for a pod,
+    or for a task of an srun with one task per node. Raises ConfigError (PP-E606)."""
     try:
         if "PET_NODE_RANK" in environ:
             index, nodes, port = (int(environ[f"PET_{name}"]) for name in ("NODE_RANK", "NNODES", "MASTER_PORT"))
@@ -142,20 +142,21 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def allocator_variables(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
     """Variables that make a rank's C library keep each large host tensor on huge pages of its own.
 
-    Otherwise glibc would keep them on its heap, where a freed aligned block is too small for the next one of the same
-    size, so that the peak grows with the microbatches (decision 9). Memory on pages of its own is returned when it is
+    Otherwise glibc would keep them on its heap, where a freed aligned block is too small for the next block of the same
+    size, so that the peak grows with the microbatches (decision 9). Memory on separate pages is returned when it is
     freed. Without huge pages, page faults would double a stage's CPU time: then nothing is set.
     """
     try:
         choice = huge_pages.read_text()
     except OSError:
         return {}
-    size = str(2 * 2**20)  # where torch's own huge pages begin
+    size = str(2 * 2**20)  # the size from which torch itself uses huge pages
     return {} if "[never]" in choice else {"MALLOC_MMAP_THRESHOLD_": size, "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def default_variables() -> dict[str, str]:
-    """Every rank's variables, weaker than the environment: one thread, a stack on a crash, the allocator's."""
+    """Every rank's default variables, which the environment overrides: one thread, a stack on a crash, the
+    allocator's."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
     # torch.compile would load libraries from /tmp/torchinductor_USER, which another user may have made.
     with suppress(RuntimeError):  # a user without a home directory
@@ -164,6 +165,6 @@ def default_variables() -> dict[str, str]:
 
 
 def rank_environment(rank: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of one local rank; the later the stronger: defaults, this process's, `launch.env`, the rank's."""
+    """The environment of a local rank: defaults, this process's variables, `launch.env`, the rank's; later ones win."""
     own = rank_variables(rank, rank, world_size, world_size)
     return default_variables() | dict(os.environ) | loopback_variables() | dict(extra) | own

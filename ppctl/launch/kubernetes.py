@@ -1,7 +1,7 @@
 """A run's objects in a cluster: made, looked at and deleted by the official client.
 
-`cluster` is NAMESPACE@CONTEXT: a run's commands ask the context of the kubeconfig that it was submitted with, whichever
-is the current one. Within a cluster there is a namespace alone.
+`cluster` is NAMESPACE@CONTEXT: commands use the context of the kubeconfig with which the run was submitted, even if
+another is current now. Within a cluster it is only a namespace.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ppctl.runs.run_starts import secret_of
 from ppctl.runs.rundir import RunDir
 
 _TIMEOUT = 30.0
-"""Seconds for each request, and for an object to be gone; of a log, between its pieces there is no limit."""
+"""Seconds for each request, and for an object to be gone. There is no limit between pieces of a log."""
 _PAUSE = 0.5
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def submit(run: RunDir) -> str:
-    """Submit a run, whose ranks go on from its last checkpoint if there is one, where it was submitted before; returns
-    the JobSet's name. Raises ConfigError: PP-E660 without a cluster, PP-E661 if it refuses."""
+    """Submit a run (where it was before, if it was), which goes on from its last checkpoint if it has one; returns the
+    JobSet's name. Raises ConfigError: PP-E660 without a cluster, PP-E661 if it refuses."""
     launch = Launch(run.read_config(), run.read_plan(), run.commands()[-1])
     code, secret = run.job().get("code") or code_of(launch.config), secret_of(run)
     text = "none" if secret is None else secret.hex()
@@ -38,10 +38,11 @@ def submit(run: RunDir) -> str:
     run.write_script(as_yaml([jobset, *(each for each in others if each["kind"] != "Secret")]), "submit.yaml")
     client, namespace, context = _place(run.job().get("cluster", ""))
     name, namespace = str(jobset["metadata"]["name"]), jobset["metadata"].get("namespace") or namespace
-    run.write_job(name, namespace + context, code=code)  # first: what is killed now can be looked at, and cancelled
+    # first, so that an interrupted submission can be seen and cancelled
+    run.write_job(name, namespace + context, code=code)
     create = client.CustomObjectsApi().create_namespaced_custom_object
     made = _ask("create the JobSet", create, namespace=namespace, body=jobset, may_exist=True, **KIND)
-    # The others go with the JobSet, whose pods wait for them.
+    # The cluster deletes the other objects with the JobSet, whose pods wait until they exist.
     owner = {"apiVersion": API, "kind": "JobSet", "name": name, "uid": made["metadata"]["uid"]}
     core = client.CoreV1Api()
     makers = {"ConfigMap": core.create_namespaced_config_map, "Secret": core.create_namespaced_secret}
@@ -56,7 +57,7 @@ def submit(run: RunDir) -> str:
 
 
 def submit_again(run: RunDir, job: JobState) -> None:
-    """Submit a run whose JobSet has ended, once that is gone. Raises as `submit`."""
+    """Submit a run again, after its ended JobSet is gone. Raises as `submit`."""
     cancel(job.job, job.cluster)
     submit(run)
 
@@ -80,10 +81,10 @@ def state(job: str, cluster: str) -> JobState:
         return JobState(job, cluster, "PENDING", "suspended: its queue has not admitted it, or somebody holds it")
     pods = _pods(client, job, namespace)
     running = [pod for pod in pods if pod.status.phase == "Running"]
-    said = [f"the JobSet has restarted {status['restarts']} times"] if status.get("restarts") else []
-    said += [f"{pod.metadata.name}: {_waits_for(pod)}" for pod in pods if pod.status.phase == "Pending"][:1]
+    reasons = [f"the JobSet has restarted {status['restarts']} times"] if status.get("restarts") else []
+    reasons += [f"{pod.metadata.name}: {_waits_for(pod)}" for pod in pods if pod.status.phase == "Pending"][:1]
     nodes = ",".join(sorted({pod.spec.node_name for pod in running if pod.spec.node_name}))
-    reason = "; ".join(said) or ("" if pods else "no pod yet")
+    reason = "; ".join(reasons) or ("" if pods else "no pod yet")
     return JobState(job, cluster, "RUNNING" if running else "PENDING", reason, nodes=nodes)
 
 
@@ -95,7 +96,7 @@ def _waits_for(pod: Any) -> str:
 
 
 def cancel(job: str, cluster: str) -> None:
-    """Delete the JobSet with all its pods, which have their grace to save. Raises ConfigError."""
+    """Delete the JobSet with all its pods, which have their grace period to save. Raises ConfigError."""
     client, namespace, _ = _place(cluster)
     delete = client.CustomObjectsApi().delete_namespaced_custom_object
     words: dict[str, Any] = {"propagation_policy": "Foreground", "may_be_missing": True}
@@ -111,7 +112,7 @@ def restart(job: str, cluster: str) -> None:
 
 
 def log(job: str, cluster: str, *, lines: int | None, follow: bool) -> Iterator[str]:
-    """The output of pod 0, the newest of its index, piece by piece; with `follow` until it ends. Raises ConfigError."""
+    """The output of the newest pod of index 0, piece by piece; with `follow` until it ends. Raises ConfigError."""
     client, namespace, _ = _place(cluster)
     name, read = _first_pod(client, job, namespace), client.CoreV1Api().read_namespaced_pod_log
     words: dict[str, Any] = {"follow": follow, "tail_lines": lines, "_preload_content": False}
@@ -120,7 +121,7 @@ def log(job: str, cluster: str, *, lines: int | None, follow: bool) -> Iterator[
 
 
 def _first_pod(client: Any, job: str, namespace: str) -> str:
-    """The name of pod 0, the newest of its index. Raises ConfigError (PP-E661) if it has not begun."""
+    """The name of the newest pod of index 0. Raises ConfigError (PP-E661) if it has not begun."""
     pods = sorted(_pods(client, job, namespace, f",{FIRST_POD}"), key=lambda pod: str(pod.metadata.creation_timestamp))
     if not pods or pods[-1].status.phase == "Pending":
         message = f"pod 0 of {job} has not begun, and only a run that goes on can save and has a log"
@@ -134,8 +135,8 @@ def _pods(client: Any, job: str, namespace: str, more: str = "") -> list[Any]:
 
 
 def _place(cluster: str = "") -> tuple[Any, str, str]:
-    """The client's module, the namespace, and `@` with the context; those of the kubeconfig's current context without
-    `cluster`, and within a cluster its own. Raises ConfigError (PP-E660) without the package, and without a cluster."""
+    """(the client's module, the namespace, `@` with the context): by default of the kubeconfig's current context, or of
+    the cluster around this process. Raises ConfigError (PP-E660) without the package, and without a cluster."""
     namespace, at, context = cluster.partition("@")
     try:
         from kubernetes import client, config
@@ -168,8 +169,8 @@ def _ask(
     may_exist: bool = False,
     **named: Any,
 ) -> Any:
-    """The cluster's answer to a request; None for an object that there is not. For one that exists, and may still be
-    going, it is asked again for a while. Raises ConfigError (PP-E661)."""
+    """The cluster's answer to a request; None for an object that does not exist. Asks again for a while if an object
+    still exists that may be being deleted. Raises ConfigError (PP-E661)."""
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 

@@ -5,7 +5,7 @@
     ConfigMap   config.yaml, the plan and the command line, from which pod 0 makes the run directory on the volume
     Secret      the run's secret, by which its ranks know each other
 
-Nothing that a person has typed is a part of a shell's line or of YAML text: it is one string in this data.
+No typed text is part of a shell's line or of YAML text: it is always one string in this data.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _metadata(job: KubernetesJob, **more: Any) -> dict[str, Any]:
 
 
 def lacking(config: RunConfig) -> Iterator[Problem]:
-    """The problems of a config without what pods need."""
+    """The problems of a config that lacks settings that pods need."""
     for name, example in (("image", "registry.example.com/ppctl:1"), ("claim", "runs")):
         if getattr(config.launch.kubernetes, name) is None:
             key = f"launch.kubernetes.{name}"
@@ -101,7 +101,7 @@ def _jobset(job: KubernetesJob) -> dict[str, Any]:
     metadata = _metadata(job, annotations={"ppctl/run": _run(job)})
     if settings.queue is not None:
         metadata["labels"]["kueue.x-k8s.io/queue-name"] = settings.queue
-    # What fails a job by a rule of its pods is settled. Else an index has no pod any more, or the rendezvous is gone.
+    # A job that fails by a rule of its pods stays failed. Else an index has no pod left, or the rendezvous is gone.
     settled = {"name": "settled", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     jobs = [("node", _nodes(job, limit)), *[("spare", _spares(job))] * bool(job.config.launch.spares)]
     spec = {
@@ -115,10 +115,10 @@ def _jobset(job: KubernetesJob) -> dict[str, Any]:
 
 def _nodes(job: KubernetesJob, limit: int) -> dict[str, Any]:
     nodes = _machines(job)[0]
-    settled = _on_exit("FailJob", 1, 2, 3, 4)  # what ppctl has decided: another pod would decide the same
+    settled = _on_exit("FailJob", 1, 2, 3, 4)  # decisions of ppctl, which another pod would repeat
     return {
         **_indexed(job, nodes, 0, [settled, *_IGNORED, _on_exit("FailIndex", GO_ON)]),
-        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},  # a spare may have done the part of another
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},  # a spare may have taken the place of another pod
         "backoffLimit": nodes * limit,
         "backoffLimitPerIndex": limit,
         "maxFailedIndexes": 0,
@@ -126,7 +126,7 @@ def _nodes(job: KubernetesJob, limit: int) -> dict[str, Any]:
 
 
 def _spares(job: KubernetesJob) -> dict[str, Any]:
-    """The Job of the pods that stand by. It never fails, since the JobSet would with it."""
+    """The Job of the spare pods. It never fails, since the JobSet would fail with it."""
     return _indexed(job, job.config.launch.spares, _machines(job)[0], _IGNORED) | {"backoffLimit": 2**31 - 1}
 
 
@@ -151,7 +151,7 @@ def _on_exit(action: str, *codes: int) -> dict[str, Any]:
 
 _IGNORED = (
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    _on_exit("Ignore", TERMINATED),  # it was told to go, and has saved
+    _on_exit("Ignore", TERMINATED),  # it was asked to end, and has saved
 )
 
 
@@ -198,7 +198,7 @@ def _container(job: KubernetesJob, first: int) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    return text.replace("$", "$$")  # else a cluster replaces $(NAME)
+    return text.replace("$", "$$")  # else the cluster replaces $(NAME)
 
 
 def _limits(job: KubernetesJob) -> Iterator[tuple[str, str]]:
@@ -207,12 +207,12 @@ def _limits(job: KubernetesJob) -> Iterator[tuple[str, str]]:
         yield settings.gpu, str(gpus_needed(_machines(job)[1], share=launch.share_gpu))
     if settings.rdma:
         yield from _pairs([settings.rdma]).items()
-    if settings.memory:  # what lies in /dev/shm counts as the pod's own
+    if settings.memory:  # /dev/shm counts as the pod's memory
         yield "memory", str(memory_bytes(settings.memory) + memory_bytes(settings.shm))
 
 
 def _environment(job: KubernetesJob) -> Iterator[dict[str, Any]]:
-    """The place of the pod's agent, as a TrainJob of Kubeflow's tells torchrun; and the run's secret."""
+    """Variables for the place of the pod's agent, as in a TrainJob of Kubeflow's, and for the run's secret."""
     values = {
         "PET_NNODES": _machines(job)[0] + job.config.launch.spares,
         "PET_MASTER_ADDR": f"{_name(job)}-node-0-0.{_name(job)}",
@@ -244,5 +244,5 @@ def _config_map(job: KubernetesJob) -> dict[str, Any]:
 
 
 def as_yaml(listed: Sequence[Mapping[str, Any]]) -> str:
-    """The objects as documents that kubectl reads."""
+    """The objects as YAML documents for kubectl."""
     return yaml.safe_dump_all(listed, sort_keys=False, allow_unicode=True, explicit_start=True, width=120)

@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
-    """How the job ended, by what its ranks have written; `ended`: something outside ended it."""
+    """The outcome of the job, from the files of its ranks; `ended`: it was ended from outside."""
     found, result = failures([], run.errors()), run.result().get("state")
-    if found and not (ended and is_echo(found[0])):  # connections break when a job is ended
+    if found and not (ended and is_echo(found[0])):  # connections break when a job is ended from outside
         world = run.read_plan().sizes.world
-        # Published heartbeats are up to ten seconds old, and would give the wrong place of the failure.
+        # Published heartbeats are up to ten seconds old, too old for the place of the failure.
         return JobOutcome(found[0].exit_code, "failed", report(run, found, {}, world))
     if result == "finished":
         return JobOutcome(DONE, "finished")
@@ -49,7 +49,7 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
         return terminated(run, "the job was ended")
     status = run.status()
     if status["state"] == "failed" and str(status.get("message")).startswith("PP-E"):
-        return JobOutcome(status.get("exit_code", 1), "failed")  # an agent's own problem, which it has shown
+        return JobOutcome(status.get("exit_code", 1), "failed")  # an agent's own problem, which it has printed
     lines = [
         f"error PP-E703: the ranks ended (exit code {step_code}) and none of them gave a reason",
         *(f"  rank {state.rank} was {state.state} at step {state.step + 1}" for state in _states(run)[:8]),

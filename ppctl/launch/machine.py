@@ -1,4 +1,4 @@
-"""This machine's GPUs and cores, found without torch: whether they are enough for a job's ranks, and which device."""
+"""This machine's GPUs and cores, found without torch; whether they suffice for a job, and the ranks' device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything after them.
+    # CUDA stops at the first unknown entry; -1 and an empty string hide all later ones.
     names = map(str.strip, chosen.split(","))
     usable = takewhile(lambda name: name[:1] not in ("", "-") and not (name.isdigit() and int(name) >= present), names)
     return min(len(list(usable)), present)
@@ -60,9 +60,9 @@ def shortage(
     share: bool,
     command: str = "train",
 ) -> list[Problem]:
-    """Problems of this machine: what it lacks to run all `ranks`. `command` and `arguments` are the command line's, for
-    the remedies. A command that names a run (`resume RUN`) has its config from there: by themselves its arguments plan
-    nothing."""
+    """Problems if this machine lacks devices for all `ranks`. `command` and `arguments` are the command line's, for
+    remedies. A command that names a run (`resume RUN`) has its config from the run: its arguments alone give no
+    plan."""
     begins = " " not in command
     elsewhere = typed_again("plan", arguments) if begins else "ppctl doctor"
     if device == "cuda":

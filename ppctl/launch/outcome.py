@@ -1,6 +1,6 @@
 """How a job ended: its exit code, its state, and the report, whose first line names the rank that failed first.
 
-A rank that loses its connection because another rank died raises an error too; such echoes never hide the failure.
+A rank that loses its connection because another rank died also raises an error; these echoes never hide the cause.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppctl.runs.rundir import RunDir
 
 DONE, STOPPED, GO_ON, INTERRUPTED, TERMINATED = 0, 75, 76, 130, 143
 FINAL = (2, 3, 4)
-"""Exit codes of what another start would repeat: config, checkpoint, memory."""
+"""Exit codes of failures that another start would repeat: config, checkpoint, memory."""
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 
 _DEATHS = (KILLED, SILENT)
@@ -43,23 +43,23 @@ class JobOutcome:
     exit_code: int
     """The exit code of the launcher."""
     state: str
-    """The state of the run, one of those in status.json."""
+    """The state of the run, one of the states in status.json."""
     report: str = ""
     """Text for stderr; empty if there is nothing to report."""
 
     def write(self, run: RunDir, states: Iterable[RankState]) -> None:
-        """Replace status.json unless it holds this outcome already; `states` are the ranks' last ones."""
+        """Replace status.json unless it has this outcome already; `states` are the ranks' last states."""
         status = run.status()
         if status["state"] != self.state or self.report:
             step = status.get("step")
-            if status["state"] != self.state:  # else the ranks have said themselves after which step
+            if status["state"] != self.state:  # else the ranks have written the last step themselves
                 step = max((state.step for state in states), default=step)
             line = self.report.partition("\n")[0]
             run.write_status(self.state, step=step, exit_code=self.exit_code, message=line)
 
 
 def terminated(run: RunDir, who: str) -> JobOutcome:
-    """The outcome of a job that was ended from outside, and whether that was before its last save."""
+    """The outcome of a job that was ended from outside; its text says whether work since the last save is lost."""
     report = f"terminated: {who} before all had saved"
     with suppress(PpctlError, OSError):
         last = find(run.checkpoints)
@@ -76,7 +76,7 @@ class Exit:
     returncode: int
     """Negative for a signal."""
     time: float
-    """When the launcher saw it, in seconds since the epoch."""
+    """When the launcher noticed it, in seconds since the epoch."""
     ended: bool
     """Whether the launcher had begun to end the job: then the return code means nothing."""
 
@@ -85,12 +85,12 @@ def failures(exits: Sequence[Exit], errors: Sequence[RankFailure]) -> list[RankF
     """Every rank's failure, the first cause first: from error records, and from exits of ranks without a record."""
     recorded = {error.rank: error for error in errors}
     died = [_from_exit(e) for e in exits if e.returncode and not e.ended and e.rank not in recorded]
-    # If there are only echoes, one that names the broken connection comes first.
+    # If there are only echoes, an echo that names the broken connection comes first.
     return sorted([*recorded.values(), *died], key=lambda f: (is_echo(f), is_echo(f) and not f.ends, f.time))
 
 
 def is_echo(failure: RankFailure) -> bool:
-    """Whether it looks like a consequence of another rank's failure."""
+    """Whether a failure looks like a consequence of another rank's."""
     return failure.code not in _DEATHS and (failure.code in _ECHO_CODES or bool(_ECHO.search(failure.message)))
 
 
@@ -104,7 +104,7 @@ def _from_exit(end: Exit) -> RankFailure:
 
 
 def _text(failure: RankFailure) -> str:
-    """First line: the exception, or the signal. More lines may follow."""
+    """The text of a failure: the exception or the signal on the first line, perhaps more lines."""
     code = failure.code or RAISED
     message = failure.message.removeprefix(f"{code}: ")
     if code == RAISED:
@@ -113,12 +113,12 @@ def _text(failure: RankFailure) -> str:
 
 
 def place(run: RunDir, state: RankState | None) -> tuple[int | None, str | None]:
-    """(stage, what the rank was doing) from its state and the run's plan; (None, None) without a state."""
+    """(stage, the rank's activity) from its state and the run's plan; (None, None) without a state."""
     if state is None:
         return None, None
     if state.index < 0:
         return None, f"while {state.state}"
-    with suppress(Exception):  # the plan may be damaged; the report is printed all the same
+    with suppress(Exception):  # the plan may be damaged; the report is printed nevertheless
         plan = run.read_plan()
         row = schedule_of(plan, state).actions[plan.for_rank(state.rank).pp_rank]
         if state.index >= len(row):
@@ -157,11 +157,11 @@ def report(run: RunDir, found: Sequence[RankFailure], states: Mapping[int, RankS
 
 
 def _where(run: RunDir, first: RankFailure, state: RankState | None) -> tuple[int | None, str | None]:
-    """(stage, what it was doing): from its error record, or from its state if it has none."""
+    """(stage, activity) from a rank's error record, or from its state if the record has none."""
     if first.action is not None:
         return first.stage, f"in {first.action}"
     if first.code not in _DEATHS and state is not None and state.index >= 0:
-        return first.stage, None  # it failed outside its list of actions; the state still shows the last action
+        return first.stage, None  # it failed outside its list, although the state still shows the last action
     return place(run, state)
 
 

@@ -32,7 +32,7 @@ def planned(
 
 
 def _follows(problem: Problem, problems: Sequence[Problem]) -> bool:
-    """Whether a problem is about a key that has its default because the flag that means it was refused."""
+    """Whether a problem is about a key that has its default only because its flag was refused."""
     refused = [each for each in problems if each.code == "PP-E107"]
     defaults = [line.partition(" =")[0] for line in problem.place.splitlines() if line.endswith(" (default)")]
     return problem not in refused and any(key in f"{each.message}{each.remedy}" for key in defaults for each in refused)
@@ -53,7 +53,7 @@ def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False
 
 
 def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
-    """Whether more problems would be those of something else: without the recipe, the directory or a size."""
+    """Whether further problems would mislead, because the recipe, the model's directory or a size is missing."""
     unread = {each.place.partition(" ")[0] for each in problems if each.code == "PP-E102"} & text_keys().keys()
     if any(each.code == "PP-E104" for each in problems) or any(map(is_size, unread)):
         return True
@@ -64,8 +64,8 @@ def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
 def plan_of(
     config: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
-    """The plan of a composed config, and all problems, the known ones among them; of the plan `before`, that of the
-    run's last start, a schedule that was searched for is kept."""
+    """(the plan of a composed config, all problems including the known ones). If `before`, the plan of the run's last
+    start, has a searched schedule, this is kept."""
     try:
         with patience_asked():
             plan = plan_checked(config.config, config.provenance, problems, before=before)
@@ -76,7 +76,7 @@ def plan_of(
 
 @contextmanager
 def patience_asked() -> Iterator[None]:
-    """Tell a person after a second that the plan takes longer."""
+    """While entered, note after a second that the plan takes longer."""
     if not sys.stderr.isatty():
         yield
         return
@@ -103,14 +103,14 @@ def _count_tokens(tokenizer: str) -> int:
 
 
 def counted_samples(config: RunConfig) -> int:
-    """The samples of an epoch, after which every one has come. Raises PpctlError for data that cannot be read."""
+    """The samples of an epoch, after which every sample has come. Raises PpctlError for data that cannot be read."""
     from ppctl.data.load import load_data  # numpy
 
     return load_data(config.data).training.span(config.data.seq_length)
 
 
 def settings_of_others(config: RunConfig, arguments: Sequence[str], system: str = "") -> list[Problem]:
-    """The problem of settings that take effect in jobs of other systems than `system` only; `train` has none."""
+    """The problem of settings that take effect only in jobs of other systems than `system` (empty: no job)."""
     keys = {n: k.facts.jobs for n, k in keys_with("jobs").items() if config[n] != k.default and k.allows(config[n])}
     keys |= {f"launch.target={on}": on} if (on := config.launch.target) in ("slurm", "kubernetes") else {}
     foreign = {name: jobs for name, jobs in keys.items() if system not in jobs.split()}

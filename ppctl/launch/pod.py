@@ -2,9 +2,9 @@
 
     enter    pod 0 makes the run directory, if there is none yet; each pod checks its code
     agent    `ppctl.agent` starts this host's ranks, again and again, to the end of the run
-    leave    the agent's exit code is the pod's, unless the rendezvous, in pod 0, was lost: then all meet anew
+    leave    the pod has the agent's exit code, unless the rendezvous, in pod 0, was lost: then all meet anew
 
-A pod that is told to go has its ranks save: all ranks of the run stop at one step, and go on when another pod has come.
+A pod that is asked to end has its ranks save: all ranks of the run stop at one step, and go on when a new pod has come.
 If pod 0 does not come back, the others end with GO_ON.
 """
 
@@ -37,12 +37,12 @@ from ppctl.records.json_reader import parse
 from ppctl.runs.rundir import RunDir
 
 _PAUSE, _ARRIVAL = 1.0, 60.0
-"""Seconds between looks whether pod 0 answers, and before the next meeting; and those after which a directory that pod
-0 has made is seen here: NFS remembers for a while that there was none."""
+"""Seconds between checks that pod 0 answers, and before the next meeting; and seconds until a new directory of pod 0's
+is seen here, since NFS caches that it was missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Be this pod's host to the end of the run; returns the pod's exit code."""
+    """Be this pod's part of the run to its end; returns the pod's exit code."""
     parser = argparse.ArgumentParser(prog="python -m ppctl.launch.pod")
     parser.add_argument("run", type=Path)
     parser.add_argument("--code", required=True, help="the digest that was submitted, or live")
@@ -67,7 +67,7 @@ class _Pod:
         self._agent: subprocess.Popen[bytes] | None = None
 
     def go(self, *_: object) -> None:
-        """The cluster ends this pod: its agent has the ranks save."""
+        """Handle the cluster's request to end: the agent has the ranks save."""
         self.told_to_go = True
         if self._agent is not None and self._agent.returncode is None:
             self._agent.terminate()
@@ -115,7 +115,7 @@ class _Pod:
         self._agent = subprocess.Popen([*python("ppctl.agent"), "--submitted", str(self.run.path)], env=variables)
         if self.told_to_go:  # meanwhile
             self.go()
-        # As the first process of a container this one gets what dead ranks had started.
+        # As the first process of a container it must reap the children of dead ranks.
         with suppress(ChildProcessError):
             while self._agent.returncode is None:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
@@ -125,8 +125,8 @@ class _Pod:
         return self._agent.wait()
 
     def _can_meet(self) -> bool:
-        """Wait until pod 0's agent listens, on pod 0 until its name is known, or all is done; returns whether that
-        comes within the time for a start."""
+        """Wait until pod 0's agent listens (on pod 0: until its name resolves), or the run is over; returns whether
+        this happens within the time for a start."""
         until = time.monotonic() + seconds(self.config.launch.start_limit)
         address = os.environ["PET_MASTER_ADDR"], int(os.environ["PET_MASTER_PORT"])
         while not self.told_to_go and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""One rank as a process: started by the local launcher, or this process itself, which becomes one."""
+"""One rank as a process: started by the local launcher, or this process, which becomes a rank."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ LAST_LINES = 2.0
 
 
 def become_worker(started: Started, *arguments: str, environment: Mapping[str, str] | None = None) -> NoReturn:
-    """Replace this process by `python -m ppctl.rank.worker` with `arguments`, as the rank that it was started as.
+    """Replace this process by `python -m ppctl.rank.worker` with `arguments`, with the same rank.
 
-    The arguments are `--publish DIR`, `--join` or `--refuse CODE`; `environment` is `launch.env`.
-    SIGTERM and SIGUSR1, which mean "save and leave", stay blocked until the worker handles them: none is lost while it
-    starts.
+    The arguments are `--publish DIR`, `--join` or `--refuse CODE`; `environment` is `launch.env`. SIGTERM and SIGUSR1,
+    which mean "save and leave", stay blocked until the worker handles them, so that none is lost.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
-    if started.by == "torchrun":  # its agent is the parent, and nothing else ends the ranks of an agent that is killed
+    if started.by == "torchrun":  # its agent is the parent, and nothing else ends the ranks of a killed agent
         _parent_death_signal()()
     variables = default_variables() | dict(os.environ) | dict(environment or {}) | dict(started.variables)
     sys.stdout.flush()
@@ -42,8 +41,8 @@ def become_worker(started: Started, *arguments: str, environment: Mapping[str, s
 
 
 def _parent_death_signal() -> Callable[[], None]:
-    """A function that asks the kernel to kill the calling process when its parent dies (Linux only; survives exec). Its
-    library is loaded here: between fork and exec that is not safe."""
+    """A function that asks the kernel to kill the calling process when its parent dies (Linux only; survives exec). The
+    C library is loaded before: between fork and exec this is not safe."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def arrange() -> None:
@@ -54,9 +53,9 @@ def _parent_death_signal() -> Callable[[], None]:
 
 
 def _before_exec(waits: bool) -> Callable[[], None]:
-    """Returns the function that the child runs between fork and exec; what needs loading is loaded in the parent.
-    SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them; for one that
-    `waits` they are kept. The kernel kills it when the launcher dies; if that had died before, it ends by itself."""
+    """Return the function that the child runs between fork and exec; libraries are loaded in the parent. SIGTERM and
+    SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them; a standby (`waits`) keeps
+    them pending. The kernel kills the child when the launcher dies; if it has died already, the child exits."""
     launcher = os.getpid()
     arrange = _parent_death_signal()
 
@@ -99,8 +98,8 @@ class RankProcess:
         """The pipe of a piped rank."""
 
     def poll(self) -> int | None:
-        """The return code once the rank has ended. What it started is killed before the rank is reaped."""
-        # While it is a zombie, no other process group can have its number.
+        """The return code once the rank has ended, else None. Its own children are killed before the rank is reaped."""
+        # While the rank is a zombie, no other process group can have its number.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if self.returncode is None and os.waitid(os.P_PID, self._popen.pid, flags) is not None:
             self.send_to_group(signal.SIGKILL)
@@ -113,15 +112,15 @@ class RankProcess:
             os.kill(self._popen.pid, number)
 
     def send_to_group(self, number: int) -> None:
-        """Send a signal to the rank and to everything that it started."""
+        """Send a signal to the rank and to its process group."""
         if self.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._popen.pid, number)
 
 
 class Standby(RankProcess):
-    """A process that imports what a rank does, at a lower priority if it is to be `nice`, and waits to `become` one.
-    `environment` is all that counts at its start."""
+    """A process that imports a rank's modules, at a lower priority if `nice`, and waits to `become` a rank.
+    `environment` has the variables that must be set at its start."""
 
     _waits = True
 
@@ -131,15 +130,17 @@ class Standby(RankProcess):
         self.environment = environment
 
     def become(self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
-        """Let it be this rank, even if it still imports; never waits. If it has just died, a rank has."""
+        """Make the process this rank, even if it still imports; never waits. If the process has died, so has the
+        rank."""
         self.rank = rank
-        told = {"variables": dict(variables), "arguments": arguments, "log": str(log), "prints": rank == 0}
+        message = {"variables": dict(variables), "arguments": arguments, "log": str(log), "prints": rank == 0}
         with suppress(BrokenPipeError), cast(IO[bytes], self._popen.stdin) as pipe:
-            pipe.write(json.dumps(told).encode())
+            pipe.write(json.dumps(message).encode())
 
 
 def writer_to(out: TextIO) -> Callable[[str], None]:
-    """The function that writes lines to a stream at once. If it raises, nobody reads the stream any more."""
+    """A function that writes text to a stream and flushes it. If the stream's reader has gone, it raises OSError or
+    ValueError, and later output is discarded."""
 
     def write(text: str) -> None:
         try:
@@ -153,8 +154,8 @@ def writer_to(out: TextIO) -> Callable[[str], None]:
 
 
 def copy_lines(source: IO[bytes] | None, show: Callable[[str], None]) -> threading.Thread:
-    """Start a thread that hands a rank's output to `show` line by line: a stopped terminal never blocks the launcher.
-    Once `show` has raised OSError or ValueError, the rest is read and dropped."""
+    """Start a thread that passes a rank's output to `show` line by line, so that a stopped terminal never blocks the
+    launcher. Once `show` has raised OSError or ValueError, the rest is read and dropped."""
 
     def run() -> None:
         lost = False

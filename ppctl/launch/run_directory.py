@@ -52,7 +52,7 @@ def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 
 def new_run(launch: Launch, started: Started) -> RunDir:
-    """Make the run directory. A job that its starter has restarted goes on in the directory that it has."""
+    """Make the run directory, or return the existing one of a job that its starter has restarted."""
     root, name = Path(launch.config.log.dir), launch.config.log.name
     before = RunDir(root.absolute() / name / str(started.run_id))
     if started.run_id and (before.path / "config.yaml").exists() and _is_restart(started, before):
@@ -61,8 +61,8 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 
 
 def _is_restart(started: Started, before: RunDir) -> bool:
-    """Whether the starter has restarted its ranks since `before`. torchrun's agents each count the failures of their
-    own ranks alone: what all share is that rank 0 has the same parent."""
+    """Whether the starter has restarted its ranks since `before`. torchrun's agents count only failures of their own
+    ranks, so this compares the parent of rank 0."""
     same_agent = started.by == "torchrun" and before.environment().get("agent") == identity(os.getppid())
     return started.restarts > 0 or same_agent
 
@@ -87,7 +87,7 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
 
 def _fill(run: RunDir, launch: Launch) -> None:
     environment = environment_record(launch.config.launch.device, launch.config.launch.env)
-    environment["agent"] = identity(os.getppid())  # of rank 0, if torchrun has started it
+    environment["agent"] = identity(os.getppid())  # rank 0's agent, if torchrun has started it
     run.write_environment(environment | {"data": dict(launch.data), "compose_s": round(launch.compose_s, 3)})
     run.write_plan(launch.plan)
     run.add_command(launch.command)
@@ -135,7 +135,7 @@ def _commit() -> str | None:
 
 
 def _git(source: Path, *arguments: str) -> str:
-    # Without the option `status` locks the index to refresh it, and a run that is killed then leaves the lock behind.
+    # Without the option `status` locks the index to refresh it, and a process that is killed then leaves the lock.
     command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
     return done.stdout.strip()

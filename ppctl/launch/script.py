@@ -7,7 +7,7 @@
     scontrol requeue                if the mark `requeue.<job>.<life>` is there: all ranks have saved, or a node is lost
     ppctl.launch.leave              once, else: how the job ended, from the files that its ranks have written
 
-The modules' names stand in scripts of runs that can still be requeued.
+The modules must keep their names, which are in scripts of runs that can still be requeued.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SlurmJob:
     """With the spares."""
     ranks_per_node: int
     command: str
-    """The command line that submitted it."""
+    """The command line that submitted the job."""
     python: str
     """The interpreter's absolute path."""
     code: str
@@ -44,7 +44,7 @@ class SlurmJob:
 
 
 def render(job: SlurmJob) -> str:
-    """The script's text: every value in it is one line, or goes through `pasted`, which makes it one."""
+    """The script's text: every value in it is one line, or made one by `pasted`."""
     launch, settings = job.config.launch, ""
     if launch.env:
         settings += "\n# launch.env\n" + "".join(f"export {name}={_q(value)}\n" for name, value in launch.env.items())
@@ -104,7 +104,7 @@ def directives(job: SlurmJob) -> Iterator[str]:
     yield "--open-mode=append"
     yield "--requeue"
     if launch.spares or launch.shrink == "smaller":
-        yield "--no-kill"  # the job outlives a node; else SLURM requeues it when it sees the loss
+        yield "--no-kill"  # the job outlives a node; by default SLURM requeues it
     yield f"--signal=USR1@{launch.signal_lead}"
     if job.after is not None:
         yield f"--dependency=afterok:{job.after}"
@@ -113,12 +113,12 @@ def directives(job: SlurmJob) -> Iterator[str]:
 
 
 def _agent_options(job: SlurmJob) -> Iterator[str]:
-    """srun's options for one task a node, whatever happens to the others; it has all that the node's ranks have."""
+    """srun's options for one task per node, independent of the others, with all resources of the node's ranks."""
     launch = job.config.launch
     yield from (f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1")
     yield from ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none")
     if launch.device == "cuda":
-        yield "--gpu-bind=none"  # every rank sees all GPUs of its node, so that they send to each other directly
+        yield "--gpu-bind=none"  # every rank sees all GPUs of its node, to send to them directly
     if launch.cpus_per_task is not None:
         yield f"--cpus-per-task={launch.cpus_per_task * job.ranks_per_node}"  # srun does not take it from sbatch
     yield from launch.srun_args or ()
@@ -138,5 +138,5 @@ _q = pasted
 
 
 def _word(text: str) -> str:
-    """`text` as one word of an #SBATCH line: sbatch knows double quotes."""
+    """`text` as one word of an #SBATCH line, in double quotes if needed."""
     return text if _q(text) == text else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -33,7 +33,7 @@ NEVER = {
     "QOSMaxWallDurationPerJobLimit": "its time limit is longer than its quality of service allows",
     "JobHeldAdmin": "an administrator holds it",
 }
-"""Reasons for which a pending job never starts, however long it waits."""
+"""Reasons for which a pending job will never start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +48,34 @@ class JobState:
     """Such as PENDING, RUNNING, COMPLETED; empty if the scheduler does not know the job (any more)."""
     reason: str = ""
     start: str = ""
-    """When it started, or is expected to."""
+    """When the job started, or is expected to start."""
     end: str = ""
     """The time at which its time limit ends the job, or at which the job ended."""
     nodes: str = ""
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended for good."""
+        """Whether the job has ended for good."""
         return self.state in ENDED
 
     @property
     def ending(self) -> bool:
-        """Whether the job's processes are being ended: the job accepts no signal any more."""
+        """Whether the job's processes are being ended: then it accepts no signals."""
         return self.state == "COMPLETING"
 
     @property
     def never(self) -> str | None:
-        """Why it will never start; None if it may."""
+        """Why the job will never start; None if it may."""
         return NEVER.get(self.reason) if self.state == "PENDING" else None
 
 
 def is_job(job: str) -> bool:
-    """Whether a job is one of SLURM's, which have numbers; a JobSet has a name."""
+    """Whether a job is SLURM's, which has a number; a JobSet has a name."""
     return job[:1].isdigit()
 
 
 def sbatch(script: Path) -> tuple[str, str]:
-    """Submit; returns (job number, cluster or ""). Raises ConfigError (PP-E621) with SLURM's message if it refuses."""
+    """Submit a script; returns (job number, cluster or ""). Raises ConfigError (PP-E621) with SLURM's message."""
     done = _run("sbatch", "--parsable", str(script), cwd=script.parent)
     if done.returncode != 0:
         words = " ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines() if line.strip())
@@ -85,7 +85,7 @@ def sbatch(script: Path) -> tuple[str, str]:
 
 
 def state(job: str, cluster: str = "") -> JobState:
-    """A job's state, which is empty even if there is no SLURM here."""
+    """A job's state; empty if SLURM does not know it, or is not on this machine."""
     done = _run("squeue", *_on(cluster), "-h", "-a", "-t", "all", "-j", job, "-o", "%T|%r|%S|%e|%N")
     if done.returncode == 0 and done.stdout.strip():
         fields = done.stdout.strip().splitlines()[-1].split("|")
@@ -103,7 +103,7 @@ def restart(job: str, cluster: str = "") -> None:
 
 
 def requeue(job: str) -> None:
-    """Have a job start again, from one of its own nodes; nothing follows where SLURM's commands are missing."""
+    """Let a job start again, from one of its own nodes; does nothing where SLURM's commands are missing."""
     _run("scontrol", "requeue", job)
 
 
@@ -124,7 +124,7 @@ def _must(*command: str) -> None:
 
 
 def _run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of SLURM's commands; one that is missing or does not answer counts as failed."""
+    """Run one of SLURM's commands; a missing command or no answer counts as failure."""
     try:
         return subprocess.run(
             command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=_TIMEOUT, check=False

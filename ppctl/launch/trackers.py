@@ -28,16 +28,16 @@ _PATIENCE_S = 30
 
 
 def unusable(config: RunConfig) -> Iterator[Problem]:
-    """The problems of trackers that are on: their package (PP-E704), their directory, the login (PP-E652)."""
+    """The problems of enabled trackers: a missing package (PP-E704), the directory or the login (PP-E652)."""
     log = config.log
     for key, directory in (("log.tensorboard", log.tensorboard_dir), ("log.wandb", log.wandb_dir)):
         if not config[key]:
             continue
-        there = nearest_there(Path(directory or ".").expanduser())
+        place = nearest_there(Path(directory or ".").expanduser())
         if find_spec(key.partition(".")[2]) is None:
             yield not_installed(key)
-        elif not _takes_files(there):
-            message = f"{key}_dir={directory}: {there} is no directory that this user may write"
+        elif not _takes_files(place):
+            message = f"{key}_dir={directory}: {place} is no directory that this user may write"
             yield Problem("PP-E652", message, f"{key}_dir=null", f"{key}_dir")
         elif key == "log.wandb" and (
             why := _login_refused(frozenset((os.environ | config.launch.env).items()), log.wandb_mode)
@@ -47,7 +47,7 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
 
 
 def _takes_files(directory: Path) -> bool:
-    """Whether files can be made there: the mode says nothing to root, nor of /proc."""
+    """Whether files can be made in a directory, by making one: modes do not tell for root, nor in /proc."""
     with suppress(PpctlError), own_directory(directory):
         return True
     return False
@@ -55,11 +55,11 @@ def _takes_files(directory: Path) -> bool:
 
 @cache
 def _login_refused(environ: frozenset[tuple[str, str]], mode: str | None) -> str:
-    """Why Weights & Biases would not let this user in; empty if it would, or is not asked in this mode."""
+    """Why Weights & Biases refuses this user's login; empty if it accepts it, or the mode needs none."""
     variables = dict(environ)
     if (mode or variables.get("WANDB_MODE", "online")) != "online":
         return ""
-    command = [sys.executable, "-P", "-c", _LOGIN]  # -P: anybody may have put a wandb.py into the working directory
+    command = [sys.executable, "-P", "-c", _LOGIN]  # -P: the working directory may have a foreign wandb.py
     print("note: asking Weights & Biases whether this user may log in", file=sys.stderr, flush=True)
     variables |= {"WANDB_MODE": "online", "WANDB_SILENT": "true"}
     try:
@@ -68,5 +68,5 @@ def _login_refused(environ: frozenset[tuple[str, str]], mode: str | None) -> str
         )
     except subprocess.TimeoutExpired:
         return f"it has not answered within {_PATIENCE_S} s"
-    said = f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip().splitlines()
-    return said[-1] if said else f"its package has ended with exit code {done.returncode}" * (done.returncode != 0)
+    output = f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip().splitlines()
+    return output[-1] if output else f"its package has ended with exit code {done.returncode}" * (done.returncode != 0)

@@ -1,6 +1,6 @@
-"""The local launcher: runs a job on this machine, watches its ranks until none is left, and returns how it ended.
+"""The local launcher: runs a job on this machine, watches its ranks until none is left, and returns the outcome.
 
-A rank reports by its exit code, its error record, its heartbeat and status.json. What happens:
+A rank reports by its exit code, its error record, its heartbeat and status.json. Events:
 
     a rank fails               the launcher ends the others: SIGINT, then SIGKILL
     SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended then, or
@@ -41,23 +41,23 @@ from ppctl.runs.rundir import RunDir
 _ASK_AGAIN = 1.0
 """Seconds between two requests to stop to a rank that is still starting."""
 _ONE_PRESS = 0.3
-"""Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already, and a
-person who presses a key twice takes longer."""
+"""Seconds within which the same signal counts once: make and timeout repeat the terminal's signals, and a person who
+presses a key twice takes longer."""
 _AFTER_KILL = 5.0
-"""Seconds to wait for a process that was killed; one in an uninterruptible system call may stay."""
+"""Seconds to wait for a killed process; a process in an uninterruptible system call may stay."""
 _PROGRESS_INTERVAL_S = 1.0
 _STACKS = 2.0
-"""Seconds that ranks have to write stacks and flight records, on a machine where the other ranks are busy."""
+"""Seconds that ranks have to write stacks and flight records, on a machine with busy ranks."""
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def _no_action(number: int, frame: FrameType | None) -> None:
-    """Python itself writes the signal's number into the wake-up pipe."""
+    """Do nothing: Python writes the signal's number into the wake-up pipe."""
 
 
 class Signals:
-    """Signals and deaths of children as a list to wait for: no busy loop, and no work inside a handler. While entered,
-    the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored."""
+    """Signals and deaths of children as a list to wait for, without a busy loop or work inside a handler. While
+    entered, the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored."""
 
     def __enter__(self) -> Signals:
         self._reader, self._writer = os.pipe()
@@ -90,7 +90,8 @@ class LocalJob:
     run: RunDir
     world_size: int
     directory: Path
-    """A directory of this start's own on this machine: heartbeats, and failures that the run directory did not take."""
+    """This start's own directory on this machine: heartbeats, and failures that could not be written to the run
+    directory."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """`launch.env`, set for every rank."""
     command: Sequence[str] = ()
@@ -100,7 +101,7 @@ class LocalJob:
     kill_grace: float = 3.0
     """Seconds between SIGINT and SIGKILL."""
     limits: Limits | None = None
-    """How long nothing may move; None: for ever."""
+    """The limits of time without progress; None: no limits."""
     first_step: int = 0
     """The step that this start begins with."""
 
@@ -119,7 +120,7 @@ class Watch:
         self.unwritten_errors: list[RankFailure] = []
         """Failures that could not be written to the run directory."""
         self.cause: str | None = None
-        """Why the launcher ended the ranks: `failure`, `interrupt`, `terminated`; None: it did not."""
+        """Why the launcher ended the ranks: `failure`, `interrupt`, `terminated`; None if it did not."""
         self.asked: int | None = None
         """The signal by which the ranks were asked to save and leave."""
         self.asked_by_key = False
@@ -129,7 +130,7 @@ class Watch:
         self._say = say
         self._ranks: list[RankProcess] = []
         self._counted: dict[int, float] = {}
-        """Signal -> when it counted last."""
+        """Signal -> the time at which it last counted."""
         self._to_ask: set[int] = set()
         """Ranks to ask (again) to stop: a rank that is still starting ignores the request."""
         self._deadline: float | None = None
@@ -180,13 +181,13 @@ class Watch:
                 self._check_progress(self._progress)
 
     def _check_progress(self, progress: Progress) -> None:
-        """End a job in which nothing moves any more, after writing the error of the rank that all others wait for."""
+        """End a job without progress, after writing the error of the rank for which all others wait."""
         now = time.monotonic()
         states = heartbeat.read_all(self.job.directory, (rank.rank for rank in self._alive()))
         still = progress.late(states, now)
         if still is None:
             return
-        for rank in self._alive():  # it writes its stacks to its log, even inside a call that never returns
+        for rank in self._alive():  # the rank writes its stacks to its log, even inside a call that never returns
             rank.send(signal.SIGUSR2)
         failure = verdict(self.job.run.read_plan(), states, still, now)
         try:
@@ -208,7 +209,7 @@ class Watch:
         return min(waits, default=None)
 
     def _handle(self, number: int) -> None:
-        """Act on a signal; one that comes again within `_ONE_PRESS` seconds counts as the same press."""
+        """Act on a signal; a repetition within `_ONE_PRESS` seconds is ignored."""
         now = time.monotonic()
         again = number in self._counted
         if again and now - self._counted[number] <= _ONE_PRESS:
@@ -223,7 +224,7 @@ class Watch:
             self._deadline = now + self.job.stop_grace
 
     def _handle_key(self) -> None:
-        """Ctrl-C: ask to save, if there is something to save; else, or once more, end; after that, kill."""
+        """Act on Ctrl-C: ask to save if there is something to save; otherwise, or the second time, end; then kill."""
         step = max(
             (state.step for state in heartbeat.read_all(self.job.directory, range(self.job.world_size))), default=0
         )
@@ -232,7 +233,7 @@ class Watch:
         elif self.asked is not None or step <= self.job.first_step:
             self._end("interrupt")
         else:
-            self._say(f"saving after step {step + 1}, then stopping; Ctrl-C once more ends at once")
+            self._say(f"saving after step {step + 1}, then stopping; Ctrl-C once more ends immediately")
             self.asked_by_key = True
             self._request_stop(signal.SIGTERM)
 
@@ -241,8 +242,8 @@ class Watch:
         self._to_ask = set(range(self.job.world_size))
 
     def _ask(self, number: int) -> None:
-        """Ask the ranks to save and leave: each once, but a rank that is still starting ignores it and is asked again.
-        Never more often: the signal would kill a rank that has saved and is about to exit."""
+        """Ask the ranks to save and leave, each once; a rank that is still starting ignores this and is asked again. A
+        further signal would kill a rank that has saved and is about to exit."""
         for rank in self._alive():
             if rank.rank in self._to_ask:
                 state = heartbeat.read(self.job.directory, rank.rank)
@@ -253,8 +254,8 @@ class Watch:
     def _reap(self) -> None:
         if not self._collect():
             return
-        # The rank that failed first died before those that failed because of it: collect all before judging. And who
-        # ends a run twice may signal all its processes: the launcher's own signal then says why ranks have died.
+        # Collect all dead ranks before judging: the first to fail died before those that failed because of it. If
+        # somebody signals all processes of a run, the launcher's own signal says why ranks have died.
         until = time.monotonic() + _ONE_PRESS
         while self.asked is not None and self.cause is None and (left := until - time.monotonic()) > 0:
             for number in self._signals.wait(left):
@@ -275,7 +276,7 @@ class Watch:
         return failed
 
     def _end(self, cause: str, number: int = signal.SIGINT) -> None:
-        """End every rank: nothing is saved from here on. The first cause counts."""
+        """End every rank without saving. The first cause counts."""
         if self.cause is not None and number != signal.SIGKILL:
             return
         self.cause = self.cause or cause
@@ -285,7 +286,7 @@ class Watch:
             rank.send_to_group(number)
 
     def _escalate(self) -> bool:
-        """Take the next step after a deadline. False: there is none left (a process that cannot be killed)."""
+        """Take the next step after a deadline. Returns False if there is none left (a process cannot be killed)."""
         if self.cause is not None and self._killed:
             return False
         self._end(self.cause or "terminated", signal.SIGINT if self.cause is None else signal.SIGKILL)
@@ -313,7 +314,7 @@ def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOu
     try:
         try:
             outcome.write(job.run, watch.states.values())
-        except OSError:  # the disk is full, and nobody needs the heartbeats any more
+        except OSError:  # the disk is full, and the heartbeats are not needed any more
             job.run.forget_heartbeats()
             outcome.write(job.run, watch.states.values())
     except OSError as error:
@@ -322,15 +323,15 @@ def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOu
 
 
 def _outcome(watch: Watch) -> JobOutcome:
-    """How the job ended, from why the watch ended it and from the state in status.json. A failure goes first."""
+    """The outcome, from the watch's cause for ending the job and the state in status.json. A failure comes first."""
     run, state = watch.job.run, watch.job.run.status()["state"]
     if watch.cause == "failure":
         causes = failures(list(watch.exits.values()), [*run.errors(), *watch.unwritten_errors])
         return JobOutcome(causes[0].exit_code, "failed", report(run, causes, watch.states, watch.job.world_size))
     if watch.cause == "interrupt":
         began = watch.job.first_step < max((state.step for state in watch.states.values()), default=0)
-        how = "nothing more was saved" if began else "before the first step: nothing was saved"
-        return JobOutcome(INTERRUPTED, "interrupted", f"interrupted: all ranks were ended, {how}")
+        saved = "nothing more was saved" if began else "before the first step: nothing was saved"
+        return JobOutcome(INTERRUPTED, "interrupted", f"interrupted: all ranks were ended, {saved}")
     if watch.cause == "terminated":
         return terminated(run, "the ranks were ended")
     if state == "stopped":
@@ -342,12 +343,12 @@ def _outcome(watch: Watch) -> JobOutcome:
 
 
 def _say(line: str) -> None:
-    """Print for the person at the terminal, on a line of its own after the ^C that it shows."""
+    """Print a line for the person at the terminal, below the ^C that it shows."""
     print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def _cannot_start(job: LocalJob, error: OSError) -> ConfigError:
     problem = Problem("PP-E614", f"the ranks cannot be started: {error}", "df -h . ; ulimit -u", str(job.run.path))
-    with suppress(OSError):  # the disk may be full; the problem is printed all the same
+    with suppress(OSError):  # the disk may be full; the problem is printed nevertheless
         job.run.write_status("failed", message=problem.message, exit_code=ConfigError.exit_code)
     return ConfigError(problem)

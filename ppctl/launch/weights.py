@@ -1,6 +1,6 @@
 """The source of a run's first weights (`model.from`): which model it holds, and whether that model fits the run.
 
-Also which tensors a checkpoint of a run holds. It reads headers and manifests, not weights.
+Also the tensors of a run's checkpoint. Reads headers and manifests, not weights.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def find_weights(text: str, root: Path = Path("runs")) -> Path:
     try:
         path = Path(text).expanduser().absolute()
         return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
-    except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: there is no such home directory
+    except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: unknown home directory
         message = f"{KEY}={text} is neither a directory with a {CONFIG} nor a checkpoint nor a run"
         if not _HUB_NAME.fullmatch(text):
             raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None
-        here = text.partition("/")[2]
+        bare_name = text.partition("/")[2]
         message += "; it looks like a name on the Hugging Face Hub, from which ppctl downloads nothing"
-        download = f"hf download {text} --local-dir {here}\n{KEY}={here}"
+        download = f"hf download {text} --local-dir {bare_name}\n{KEY}={bare_name}"
         raise ConfigError(Problem("PP-E520", message, download, KEY)) from None
 
 
@@ -61,7 +61,7 @@ def model_values(
     overrides: Mapping[str, str] = MappingProxyType({}),
     lora: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
-    """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
+    """The fields of ModelConfig that the source sets; a directory is read with `implementation`, overrides and
     adapters. Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) if a
     checkpoint has no model."""
     path = find_weights(text)
@@ -82,14 +82,15 @@ def model_values(
 
 
 def values_of(text: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
+    """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as
+    `model_values`."""
     tokenizer = tokenizer_of(find_weights(text))
     values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides, lora).items()}
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
 
 
 def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
-    """The adapters of `model.lora`. Raises ConfigError: PP-E540 for what are none, PP-E541 if peft is not here."""
+    """The adapters of `model.lora`. Raises ConfigError: PP-E540 for invalid values, PP-E541 without peft."""
     try:
         found = read_adapters(lora)
     except WrongAdapters as error:
@@ -100,7 +101,7 @@ def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
 
 
 def unread_weights(path: Path) -> list[str]:
-    """Notes on what keeps a run from reading a directory's weights, while other commands need only its config."""
+    """Notes if a run could not read a directory's weights, for commands that need only its config."""
     try:
         if has_weights(path):
             read_directory(path)
@@ -110,12 +111,13 @@ def unread_weights(path: Path) -> list[str]:
 
 
 def check_weights(path: Path, model: ModelConfig) -> list[str]:
-    """Compare the tensors stored at `path` with `model`'s: notes. Raises CheckpointError naming all that do not fit."""
+    """Check that the tensors stored at `path` are those that `model` needs; returns notes for the user. Raises
+    CheckpointError naming those that do not fit, and ConfigError as `open_directory`."""
     if (path / CONFIG).is_file():
         if foreign_of(model) is None:
             open_directory(path, model=model)
         elif has_weights(path):
-            read_directory(path)  # its names are known to transformers, which ranks import: they compare them
+            read_directory(path)  # the names are transformers' own: the ranks, which import it, compare them
         quantised = quantised_note(path)
         return [f"{path}: {quantised}"] if quantised else []
     manifest = read_manifest(path)
@@ -141,17 +143,17 @@ def check_weights(path: Path, model: ModelConfig) -> list[str]:
 
 
 def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of all that a checkpoint of a run holds: what `session_shards` of its ranks make up.
-    Masters and moments are as wide as sums are: float64 of a model in float64, else float32."""
-    model, wide = config.model, "float64" if weight_dtype(config.parallel) == "float64" else "float32"
+    """Name -> (shape, dtype) of all tensors in a checkpoint of a run, as its ranks' `session_shards` make them up.
+    Masters and moments have the sums' dtype: float64 for a model in float64, else float32."""
+    model, sums = config.model, "float64" if weight_dtype(config.parallel) == "float64" else "float32"
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, shape in model_tensors(model).items():
         frozen = parameter_of(name, model).frozen
-        found[f"model.{name}"] = (shape, weight_dtype(config.parallel) if frozen else wide)
+        found[f"model.{name}"] = (shape, weight_dtype(config.parallel) if frozen else sums)
         if optimizer and parameter_of(name, model).gradient != "none":
             matrix = config.optim.name == "muon" and parameter_of(name, model).hidden_matrix
             moments = ("momentum_buffer",) if matrix else ("exp_avg", "exp_avg_sq")
-            found |= {f"optim.{name}.{key}": (shape, wide) for key in moments}
+            found |= {f"optim.{name}.{key}": (shape, sums) for key in moments}
             found[f"optim.{stack_of(name)}.step"] = ((), "float32")
     return found
 

@@ -1,7 +1,7 @@
 """Megatron-core's functions: one step of training or evaluation through a pipeline, under Megatron's own names.
 
-Every function builds a schedule value and this rank's stages, and hands them to the one interpreter (`run_schedule`),
-as `ppctl train` does, with `P2PCommunicator` for the messages; `adopt` puts both in Megatron's places.
+Every function makes a schedule and this rank's stages, and runs them with `run_schedule`, as `ppctl train` does, and
+with `P2PCommunicator` for the messages; `adopt` puts functions and communicator in Megatron's places.
 """
 
 from typing import Any

@@ -30,7 +30,7 @@ _NAMES = (
 
 
 class ReplacedName(NamedTuple):
-    """A name in a module that stood for something of Megatron's, and stands for ppctl's."""
+    """A name in a module whose Megatron object was replaced by ppctl's."""
 
     module: str
     name: str
@@ -49,11 +49,11 @@ class Adoption:
     request: ScheduleRequest
     """The schedule of every training step; empty for Megatron's own choice."""
     again: bool
-    """Whether it took the place of an earlier call."""
+    """Whether this call replaced an earlier one."""
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The table: what, and what about it."""
+        """The rows of the table: (label, text)."""
         sizes = "read from Megatron's groups when the first step runs: they are not made yet"
         own, idle = "1f1b, interleaved where there are chunks", ""
         if self.sizes is not None:
@@ -81,8 +81,8 @@ def adopt(
     Megatron-core.
 
     Call it on every rank, with the same arguments, after Megatron's imports and before `get_forward_backward_func` is
-    called: what a program has already taken stays what it is. Places are the attributes of all loaded modules, the main
-    program's among them. A second call undoes the first.
+    called: functions that a program has already taken are not replaced. Places are the attributes of all loaded
+    modules, the main program's among them. A second call undoes the first.
 
     `schedule` is a policy (`zb_h1`), `auto`, or the path of a file `....csv`; None is Megatron's own choice, 1F1B or
     interleaved 1F1B. `auto` searches for the schedule with the shortest step for `costs` (by default all stages alike,
@@ -90,9 +90,9 @@ def adopt(
     Evaluation runs forwards alone. On a V (`zbv_zero_bubble`, `v_half`, `v_min`, `dualpipev`) the model must be built
     for it, or the first step refuses.
 
-    Raises ConfigError (PP-E396) if Megatron's schedules are not loaded, ScheduleError for a schedule that is none
-    (PP-E304) or does not fit Megatron's sizes, which are checked here if its groups exist, else at the first step
-    (PP-E305, PP-E216). Nothing is replaced then.
+    Raises ConfigError (PP-E396) if Megatron's schedules are not loaded, ScheduleError for an unknown schedule (PP-E304)
+    or one that does not fit Megatron's sizes, which are checked here if its groups exist, else at the first step
+    (PP-E305, PP-E216). Then nothing is replaced.
     """
     request = requested(schedule, memory, costs)
     if sys.modules.get(_SCHEDULES) is None:
@@ -107,9 +107,8 @@ def adopt(
 
 
 def release() -> Sequence[ReplacedName]:
-    """Undo `adopt`: Megatron's functions and communicator are back in their places, and schedules are Megatron's.
-
-    Returns the places; none if nothing was adopted. A place that has been given something else since is left alone.
+    """Undo `adopt`: put Megatron's functions and communicator back, and use Megatron's schedules. Returns the places;
+    none if nothing was adopted. A place that has been reassigned since is left alone.
     """
     restored: list[ReplacedName] = []
     while _replaced:
@@ -123,8 +122,8 @@ def release() -> Sequence[ReplacedName]:
 
 
 def _replace() -> Iterator[ReplacedName]:
-    """Put ppctl's functions in place of Megatron's in every loaded module, under whatever name it has them; yields the
-    places. Each is noted, for the way back."""
+    """Put ppctl's functions in place of Megatron's in every loaded module, under any name; yields the places, which are
+    recorded for `release`."""
     theirs = vars(sys.modules[_SCHEDULES])
     named = {id(theirs[name]): name for name in _NAMES if name in theirs}  # some versions have no communicator
     for module_name, module in sorted(sys.modules.items()):

@@ -52,8 +52,9 @@ class Call:
 class CallOnRank:
     """Runs one call on one rank, through the engine.
 
-    `flags` says of each forward whether all its layers are recomputed, `edges(stage)` which messages the stage receives
-    and sends. An object serves one `run`, and collects what the last stage stores and how many tokens count.
+    `flags` says for each forward whether all its layers are recomputed, `edges(stage)` which messages the stage
+    receives and sends. An object serves one `run`, and collects the last stage's stored data and the number of tokens
+    that count.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class CallOnRank:
         self._tokens: Tensor | None = None
 
     def run(self, communicator: P2PCommunicator | None) -> list[Any]:
-        """Run the call. Returns what the last stage stored; an empty list on ranks without it. Raises EngineError,
-        which names the action, if an action fails."""
+        """Run the call. Returns the data that the last stage stored; an empty list on ranks without it. Raises
+        EngineError naming the action if an action fails."""
         call, config = self._call, self._call.config
         with timed(config, "forward-backward", 1, barrier=getattr(config, "barrier_with_L1_time", True)):
             self._sync = Synchroniser(config, call.chunks, self._stages)
@@ -99,6 +100,7 @@ class CallOnRank:
         return self._store
 
     def _make_deferral(self) -> Deferral | None:
+        """What Megatron's `defer_embedding_wgrad_compute` defers; None where it is off. Raises without its buffers."""
         call = self._call
         if call.forward_only or not getattr(call.config, "defer_embedding_wgrad_compute", False):
             return None
@@ -142,7 +144,7 @@ class CallOnRank:
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward, on_deferred=tell)
 
     def _forward(self, chunk: int, mb: int, inputs: list[Tensor | None]) -> Message:
-        """Run the forward of one microbatch in one chunk; returns what the stage sends, or the scaled loss. Tells the
+        """Run the forward of one microbatch in one chunk; returns the message to send, or the scaled loss. Tells the
         deferral the microbatch, and counts the step's tokens."""
         call, stage = self._call, self._stages[chunk]
         if self._deferral is not None:
@@ -173,7 +175,8 @@ class CallOnRank:
         return tuple(outputs)
 
     def _finalize(self) -> None:
-        """Call `finalize_model_grads_func(chunks, tokens, pg_collection=...)`: the tokens only for losses per token."""
+        """Call `finalize_model_grads_func(chunks, tokens, pg_collection=...)`; tokens are None unless losses are per
+        token."""
         call = self._call
         finalize = getattr(call.config, "finalize_model_grads_func", None)
         if finalize is None or call.forward_only:
@@ -186,7 +189,7 @@ class CallOnRank:
 class Synchroniser(ExitStack):
     """Runs events of a plan; a context that leaves `no_sync` on every path, exceptions included.
 
-    `no_sync_func` makes a context; a list of them makes one each, entered together. `grad_sync_func` and
+    `no_sync_func` makes a context; a list makes one context per function, entered together. `grad_sync_func` and
     `param_sync_func` take an iterable of parameters; a list has one function per chunk. The config is only read.
     """
 

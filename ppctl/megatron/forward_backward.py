@@ -4,18 +4,18 @@ All functions have the same arguments. `forward_step_func(data_iterator, model)`
 function (see `forward_step`). `data_iterator` and `model` are one, or a list of one, on a rank with one chunk, and
 lists with one per chunk if the schedule interleaves. `num_microbatches` counts those of this call. `seq_length` (or
 `decoder_seq_length`, unless None), `micro_batch_size` and the config's `hidden_size` are the shape of messages between
-stages. `forward_only` runs no backward, under no_grad. `collect_non_loss_data` stores what the loss function returns
-for other purposes. `first_val_step` goes to models that treat the first microbatch differently. `p2p_communicator` is
-the pipeline's, ours or Megatron's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection`
-(`pp`, `tp`, `cp`), by default the groups of Megatron's `parallel_state` if a program has made them, and
-`force_all_reduce`, unless None, are passed to `finalize_model_grads_func`.
+stages. `forward_only` runs no backward, under no_grad. `collect_non_loss_data` stores other results of the loss
+function. `first_val_step` goes to models that treat the first microbatch differently. `p2p_communicator` is the
+pipeline's, ours or Megatron's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection` (`pp`,
+`tp`, `cp`), by default the groups of Megatron's `parallel_state` if a program has made them, and `force_all_reduce`,
+unless None, are passed to `finalize_model_grads_func`.
 
 Schedules are Megatron's unless `ppctl.adopt` has named another one.
 
 The scale of losses inside layers (expert load balancing, multi-token prediction) is set on Megatron's own autograd
 functions if they are imported, and on modules with `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)`.
 
-Everything else comes from `model.config`, which is only read. All return the list of what the last stage stored, one
+Everything else comes from `model.config`, which is only read. All return the list of the last stage's stored data, one
 entry per microbatch in order; on ranks without the last stage it is empty.
 
 Raises ConfigError (ScheduleError for sizes that no schedule fits) before anything runs, and EngineError, which names
@@ -53,7 +53,7 @@ _requested = ScheduleRequest()
 
 
 def use(request: ScheduleRequest) -> None:
-    """Let all calls from now on run the requested schedule. Every rank must pass the same."""
+    """Let all calls from now on run the requested schedule. Every rank must pass the same request."""
     global _requested
     _requested = request
 
@@ -61,7 +61,7 @@ def use(request: ScheduleRequest) -> None:
 def _function(
     run: Callable[[Call, P2PCommunicator | None, AdjustShapes | None], list[Any]], *, interleaved: bool = False
 ) -> Callable[..., list[Any]]:
-    """The function with Megatron's arguments that runs a call of them, under the name of `run`."""
+    """A function with Megatron's arguments and the name of `run`, which it calls."""
 
     def forward_backward(
         *,
@@ -101,7 +101,7 @@ def forward_backward_no_pipelining(
 ) -> list[Any]:
     """Run all microbatches through a whole model, one after the other; gradients are synchronised in the last one.
 
-    No message is sent, so that the sizes are not used. Raises ConfigError for a communicator of several ranks.
+    No message is sent, so sizes are not used. Raises ConfigError for a communicator of several ranks.
     """
     _refuse_adjusting(adjust)
     if communicator is not None and communicator.total_stages > 1:
@@ -130,7 +130,7 @@ def forward_backward_pipelining_with_interleaving(
 ) -> list[Any]:
     """Run interleaved 1F1B with one or more chunks per rank, in groups of `microbatch_group_size_per_vp_stage`.
 
-    The groups must fill the pipeline; the last one need not, and fewer microbatches than ranks work as well.
+    Groups must fill the pipeline, except the last; fewer microbatches than ranks work, too.
     """
     _refuse_adjusting(adjust)
     return _run_pipeline(call, communicator, None)
@@ -139,9 +139,9 @@ def forward_backward_pipelining_with_interleaving(
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is a number, even 1.
 
-    Without both sizes they are those of Megatron's `parallel_state`, if a program has made its groups. Otherwise,
-    without `pp_size`, the returned function chooses when it is called: by the size of the communicator or the world,
-    and by the chunks. Raises ConfigError for a size below 1.
+    Without both sizes they come from Megatron's `parallel_state`, if a program has made its groups. Otherwise, without
+    `pp_size`, the returned function chooses when called, by the size of the communicator or the world, and by the
+    chunks. Raises ConfigError for a size below 1.
     """
     for name, size in (("pp_size", pp_size), ("vp_size", vp_size)):
         if size is not None and whole_number(size, name) < 1:
@@ -221,8 +221,8 @@ def _lowered(call: Call, pipeline: P2PCommunicator | None, request: ScheduleRequ
 def lowered_schedule(
     request: ScheduleRequest, own: str, pp: int, vpp: int, num_microbatches: int, group: int | None, *, batched: bool
 ) -> Schedule:
-    """The requested schedule, or the policy `own` for evaluations, one rank, and without a request. Every step with the
-    same arguments uses the same one. Raises ScheduleError for sizes that it does not fit.
+    """The requested schedule, or the policy `own` for evaluations, one rank, and without a request. Cached by
+    arguments. Raises ScheduleError for sizes that do not fit the schedule.
     """
     asked = request if pp > 1 and request.asks else ScheduleRequest(own)
     place = Placement(asked.kinds[0], pp, pp * vpp)
@@ -237,8 +237,8 @@ def lowered_schedule(
 def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
     """Whether a schedule runs for the first time over a communicator whose messages are kernels of a GPU.
 
-    The stages' kernels are loaded then, for which the device has to drain: no receive may be posted ahead. In a batched
-    schedule nothing travels while a rank computes.
+    The stages' kernels are loaded then, which waits until the device is idle: no receive may be posted ahead. In a
+    batched schedule nothing travels while a rank computes.
     """
     if communicator.device.type != "cuda" or name in communicator.ran:
         return False
@@ -247,7 +247,8 @@ def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
 
 
 def _checkpoint_flags(config: Any, row: Sequence[Action], window: int) -> dict[Action, bool]:
-    """For every forward of this rank's list whether all its layers are recomputed. Raises ConfigError below 0."""
+    """For every forward of this rank's list whether all its layers are recomputed. Raises ConfigError for a `window`
+    below 0."""
     name = "num_microbatches_with_partial_activation_checkpoints"
     partial = getattr(config, name, None)
     if partial is not None and partial < 0:

@@ -1,4 +1,4 @@
-"""The tensors that travel between stages: their shapes from a call's sizes, their dtype from the config."""
+"""The tensors between stages: their shapes from a call's sizes, their dtype from the config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AdjustShapes = Callable[[list[TensorShape], list[TensorShape]], tuple[list[Tenso
 
 
 class Edges(NamedTuple):
-    """The tensors, on meta, that a stage receives from the stage before and sends to the stage after."""
+    """The tensors, on meta, that a stage receives from the previous stage and sends to the next."""
 
     receives: tuple[torch.Tensor, ...]
     sends: tuple[torch.Tensor, ...]
@@ -27,9 +27,9 @@ def get_tensor_shapes(
 ) -> list[TensorShape]:
     """The shapes of one message: [(sequence, micro batch, hidden)], or [()] if lengths vary.
 
-    The sequence is the decoder's if it has one of its own, divided by the context parallel size and, with
-    `config.sequence_parallel`, by the tensor parallel size; without a group the config says the size. Raises
-    ConfigError if it cannot be divided: ranks would drop its rest.
+    The sequence is the decoder's if that is given, divided by the context parallel size and, with
+    `config.sequence_parallel`, by the tensor parallel size; sizes without a group come from the config. Raises
+    ConfigError if the sequence cannot be divided: ranks would drop the rest.
     """
     if getattr(config, "variable_seq_lengths", False):
         return [()]
@@ -54,8 +54,8 @@ def get_tensor_shapes(
 def edges_of(
     shapes: list[TensorShape], config: Any, *, first: bool, last: bool, adjust: AdjustShapes | None = None
 ) -> Edges:
-    """A stage's edges from the shapes of the model's messages, adjusted by the user's function if there is one. What
-    comes over the edge before the first stage or after the last one is nothing."""
+    """A stage's edges from the shapes of the model's messages, adjusted by the user's function if there is one. The
+    first stage receives nothing, the last sends nothing."""
     before, after = list(shapes), list(shapes)
     if adjust is not None:
         adjusted = adjust(before, after)

@@ -24,8 +24,8 @@ def holder_of(model: Any, attribute: str) -> Any:
 def config_of(model: nn.Module) -> Any:
     """`model.config`, of the model or of what it wraps.
 
-    Raises ConfigError if there is none, or if it switches on what the schedules cannot do: yet, or at all, as
-    moving what layers keep, which is for the layers (Megatron's set `_cpu_offloading_context` when they do).
+    Raises ConfigError if there is none, or if it switches on something that schedules cannot do (yet, or at all, as
+    offloading layers' activations, which the layers must do; Megatron's then set `_cpu_offloading_context`).
     """
     holder = holder_of(model, "config")
     if holder is None:
@@ -48,7 +48,7 @@ def config_of(model: nn.Module) -> Any:
 
 @contextmanager
 def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None]:
-    """Run the config's timer of that name, if it has timers: asked for at both ends, as Megatron does."""
+    """Run the config's timer of that name, if it has timers; looked up at both ends, as in Megatron."""
     timers = getattr(config, "timers", None)
     if timers is not None:
         timers(name, log_level=level).start(**start)
@@ -60,7 +60,8 @@ def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None
 
 
 def give_input(model: Any, tensors: list[Any]) -> None:
-    """Hand a stage its input, as the list that `set_input_tensor` takes (of None on the first stage)."""
+    """Give a stage its input through `set_input_tensor`, as a list (of None on the first stage). Raises ConfigError
+    without that method."""
     holder = holder_of(model, "set_input_tensor")
     if holder is not None:
         holder.set_input_tensor(tensors)
@@ -70,7 +71,7 @@ def give_input(model: Any, tensors: list[Any]) -> None:
 
 
 def only_chunk(things: Any, what: str) -> list[Any]:
-    """One thing, or a list of one, as a list of one."""
+    """One thing, or a list of one, as a list of one. Raises ConfigError for longer lists."""
     if not isinstance(things, list):
         return [things]
     if len(things) == 1:
@@ -100,7 +101,7 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def per_chunk(functions: Any, chunks: Sequence[Any], name: str) -> list[Any]:
-    """A function, or a list with one for each chunk, as that list."""
+    """A function, or a list with one for each chunk, as a list. Raises ConfigError for other lengths."""
     if not isinstance(functions, list | tuple):
         return [functions] * len(chunks)
     if len(functions) != len(chunks):

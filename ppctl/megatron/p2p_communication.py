@@ -2,10 +2,10 @@
 
 On NCCL, messages are fused by torch's batch_isend_irecv on the pipeline's own process group, and waited for together
 (decision 79). On gloo, and with `transport="channels"`, every directed edge has a channel of its own for activations
-and one for gradients, so that neither the two directions between two ranks nor a posted receive and a send can get in
-each other's way, even if both neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a
-connection of its two ends, with its own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm
-neighbouring messages are waited for together; on NCCL that is the plain transport.
+and one for gradients, so that neither two directions nor a posted receive and a send block each other, even if both
+neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
+own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are waited for
+together; on NCCL that is the plain transport.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def is_single_shape(x: Any) -> bool:
 
 
 def _shapes_in(shapes: Any) -> list[Any]:
-    """The shapes of a call that sends as well, where an empty tuple is a scalar's."""
+    """The list of shapes of a call that also sends, where an empty tuple is a scalar's shape."""
     single = shapes is None or shapes == () or is_single_shape(shapes)
     return [shapes] if single else list(shapes)
 
 
 class _NeighbourExchange:
-    """Checks what is sent and received, then moves it through a communicator's connections to the two neighbours."""
+    """Checks tensors to send and shapes to receive, then moves them through a communicator's connections to the
+    neighbours."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._group, self._end, self._modes = communicator.pp_group, communicator.end, communicator.modes
@@ -106,7 +107,7 @@ class _NeighbourExchange:
         for name in wanted:
             self._check_receive(name, shape)
         shapes = self._shapes(sends, receives) if self._modes.variable else dict.fromkeys(wanted, shape)
-        # New tensors: the caller keeps them, so that they cannot come from a pool.
+        # New tensors, not from a pool, since the caller keeps them.
         new = partial(torch.empty, dtype=self._modes.dtype, device=self._device, requires_grad=True)
         got: dict[str, torch.Tensor] = {name: new(tuple(shapes[name])) for name in wanted}
         handles = self._start(moves | {name: tensor.detach() for name, tensor in got.items()})
@@ -142,6 +143,7 @@ class _NeighbourExchange:
         return list(zip(listed, wanted, strict=True))
 
     def _to_send(self, sends: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """The tensors to send by name, contiguous. Raises MessageError (PP-E716) for a dtype that is not awaited."""
         moves = {name: tensor.detach().contiguous() for name, tensor in sends.items() if tensor is not None}
         for name, tensor in moves.items():
             if self._modes.dtype not in (None, tensor.dtype):
@@ -151,6 +153,7 @@ class _NeighbourExchange:
         return moves
 
     def _check_receive(self, name: str, shape: Any) -> None:
+        """Raise MessageError (PP-E716) if shape or dtype of what `name` receives is unknown."""
         if shape is None:
             message = (
                 f"{name} needs the shape of what it receives (tensor_shape), as in (sequence, micro batch, hidden)"
@@ -189,7 +192,7 @@ class _NeighbourExchange:
         return _Handle(works, channel)
 
     def _to_itself(self, name: str, tensor: torch.Tensor, headers: bool) -> _Handle:
-        """A pipeline of one rank is its own neighbour; what it sends is kept here until it is received."""
+        """Send to this rank itself, the neighbour in a pipeline of one rank: keep the tensor until it is received."""
         channel = self._channels[name]
         kept = self._own[channel.direction, headers]
         if name.startswith("send"):
@@ -237,7 +240,7 @@ class P2PCommunicator(Communicator):
         super().__init__(pp_group, modes, channels=channels, device=device, connect=connect, transport=transport)
         self.config = config
         self.ran: set[str] = set()
-        """The functions that have run over it: on a GPU the first call of each is lowered differently."""
+        """The functions that have run over it: on a GPU a function's first call is lowered differently."""
         self._exchange = _NeighbourExchange(self)
 
     @property
@@ -268,12 +271,12 @@ class P2PCommunicator(Communicator):
 
     @property
     def prev_rank(self) -> int:
-        """Global rank of the previous rank of the pipeline; the first one's is the last."""
+        """Global rank of the previous rank of the pipeline; for the first rank, the last."""
         return dist.get_global_rank(self.pp_group, (self.pp_rank - 1) % self.pp)
 
     @property
     def next_rank(self) -> int:
-        """Global rank of the next rank of the pipeline; the last one's is the first."""
+        """Global rank of the next rank of the pipeline; for the last rank, the first."""
         return dist.get_global_rank(self.pp_group, (self.pp_rank + 1) % self.pp)
 
     def recv_forward(self, tensor_shapes: Shape | list[Shape], is_first_stage: bool) -> Any:
@@ -336,7 +339,8 @@ class P2PCommunicator(Communicator):
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """All four at once: (activation from the previous rank, gradient from the next), None if not received."""
+        """Make all four moves together; returns (activation from the previous rank, gradient from the next), None if
+        not received."""
         sends = {"send_next": output_tensor, "send_prev": input_tensor_grad}
         receives = {"recv_prev": recv_prev, "recv_next": recv_next}
         with timed(self.config, "forward-backward-send-forward-backward-recv"):

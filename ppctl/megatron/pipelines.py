@@ -1,6 +1,6 @@
-"""The pipeline of a call: its process group, its communicator, and what its ranks must pass alike.
+"""The pipeline of a call: its process group, its communicator, and the comparison of its ranks' arguments.
 
-The groups and sizes of a Megatron-core that is loaded are read; nothing of it is imported.
+The groups and sizes of a loaded Megatron-core are read; nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ def pipeline_sizes() -> PipelineSizes | None:
 
 
 def groups_or_own(groups: Any, communicator: Any) -> Any:
-    """`groups`, or without them what Megatron's functions then take from `parallel_state`; None if there is neither.
-
-    These are the groups tp, cp, pp, embd, pos_embd and dp_cp. A communicator over another group than that pipeline's
-    has nothing to do with them.
+    """`groups`, else the groups of Megatron's `parallel_state` (tp, cp, pp, embd, pos_embd, dp_cp); None if there are
+    none, or if the communicator is over another group than that pipeline's.
     """
     state = parallel_state()
     if groups is not None or state is None:
@@ -70,23 +68,22 @@ def groups_or_own(groups: Any, communicator: Any) -> Any:
 
 
 def first_layer(config: Any, vp_stage: int, pp_rank: int) -> int | None:
-    """The number of the first layer (from 1) that Megatron gives a stage of its loop; None if it is not loaded."""
+    """The number (from 1) of the first layer that Megatron gives a stage of a loop; None if Megatron is not loaded."""
     layers = sys.modules.get(f"{CORE}.transformer.transformer_layer")
     offset = getattr(layers, "get_transformer_layer_offset", None)
     return None if offset is None else offset(config, vp_stage, pp_rank) + 1
 
 
 _made: WeakKeyDictionary[nn.Module, tuple[object, P2PCommunicator]] = WeakKeyDictionary()
-"""Communicators made for calls without one, by the rank's first chunk: channels and buffers outlive a step."""
+"""Communicators made for calls without one, by the rank's first chunk, so that channels and buffers outlive a step."""
 
 
 def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "loop") -> P2PCommunicator | None:
-    """`communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank.
-
-    Another class's communicator (Megatron's) stands for its `pp_group` and `config`. `kind` is how stages are placed:
-    the channels of a V are made here if the communicator has not got them. A communicator that is made here is kept
-    as long as the model lives and its modes stay the same. Raises ConfigError if the config says that the world is
-    not one pipeline, and for a communicator without `pp_group` and `config`.
+    """`communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank. From another
+    class's communicator (Megatron's) `pp_group` and `config` are taken. `kind` is how stages are placed: if the
+    communicator lacks the channels of a V, one that has them is made. Made communicators are kept while the model lives
+    and the modes stay the same. Raises ConfigError if the config says that the world is not one pipeline, and for a
+    communicator without `pp_group` and `config`.
     """
     if communicator is None:
         group = getattr(groups, "pp", None)
@@ -105,6 +102,7 @@ def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "l
 
 
 def _world(config: Any) -> ProcessGroup:
+    """The world as the pipeline's group. Raises if it is larger than the pipeline: a communicator must name it."""
     world = dist.group.WORLD
     assert world is not None  # distributed is initialised
     size = getattr(config, "pipeline_model_parallel_size", 1)
@@ -141,22 +139,21 @@ _agreed: WeakSet[P2PCommunicator] = WeakSet()
 
 
 def agree(communicator: P2PCommunicator | None, asked: dict[str, int | None], misplaced: str | None) -> None:
-    """Compare what this rank asks for, by name, with all others, at the first call over a communicator.
-
-    Ranks that differ in chunks, microbatches or shapes would wait for each other for ever, or fail in the transport;
-    so would those beside a rank that goes no further because its chunks are `misplaced`. Later calls are not compared:
-    an exchange at every step would cost as much as a message. A collective of the communicator's group. Raises
-    ConfigError on every rank, naming what differs and on which pp_ranks.
+    """Compare this rank's arguments `asked` with all other ranks', at the first call over a communicator. Ranks that
+    differ in chunks, microbatches or shapes would wait for each other for ever, or fail in the transport; so would the
+    neighbours of a rank that stops because its chunks are `misplaced`. Later calls are not compared: an exchange at
+    every step would cost as much as a message. A collective of the communicator's group. Raises ConfigError on every
+    rank, naming the differences and their pp_ranks.
     """
     if communicator is None or communicator in _agreed:
         return
     own = misplaced is not None, {name: None if value is None else int(value) for name, value in asked.items()}
-    told = gather_values(tuple[bool, dict[str, int | None]], own, communicator.pp_group, everywhere=True)
-    wrong = next((pp_rank for pp_rank, (is_wrong, _) in enumerate(told) if is_wrong), None)
+    gathered = gather_values(tuple[bool, dict[str, int | None]], own, communicator.pp_group, everywhere=True)
+    wrong = next((pp_rank for pp_rank, (is_wrong, _) in enumerate(gathered) if is_wrong), None)
     if wrong is not None:
         message = misplaced or f"pp_rank {wrong} has chunks that are not in the places of the schedule"
         raise misuse(message, 'ppctl.adopt(schedule="interleaved_zero_bubble")')
-    by_name = {name: [each.get(name) for _, each in told] for name in asked}
+    by_name = {name: [each.get(name) for _, each in gathered] for name in asked}
     differing = {name: values for name, values in by_name.items() if len(set(values)) > 1}
     if differing:
         listed = "; ".join(_difference(name, values) for name, values in differing.items())
@@ -177,9 +174,8 @@ def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: i
     """Why these chunks are not the stages that a V places on this rank; None if they may be, or for a loop.
 
     Megatron numbers layers, and places embedding and output layer, for a loop: rank 0 has the first stage and the last
-    rank the last one. On a V rank 0 has both. What a chunk says of itself is compared: `pre_process`, `post_process`,
-    its first layer's number, and whether it shares the embedding's weight, for which Megatron's group of embeddings
-    would have to be another.
+    rank the last one. On a V rank 0 has both. Compares a chunk's `pre_process`, `post_process`, its first layer's
+    number, and whether it shares the embedding's weight, which would need another group of embeddings in Megatron.
     """
     if placement.kind != "v":
         return None
@@ -216,11 +212,11 @@ def _first_layer(chunk: nn.Module) -> int | None:
 
 
 def on_v(groups: Any, chunk: int) -> Any:
-    """Megatron's collection of process groups with which the `chunk` (0 or 1) of a rank is built as its stage of a V.
+    """Megatron's collection of process groups for building the `chunk` (0 or 1) of a rank as its stage of a V.
 
     On a V the second chunk of pp_rank r is the stage that a loop has on pp_rank pp - 1 - r. Megatron's modules ask
-    `groups.pp` for their rank, and number their layers by the answer; so the names in checkpoints stay the model's. The
-    result is a copy of `groups` (`ProcessGroupCollection`), for building modules alone: its `pp` sends nothing.
+    `groups.pp` for their rank, and number their layers by it, so names in checkpoints stay the model's. The result is a
+    copy of `groups` (`ProcessGroupCollection`), for building modules alone: its `pp` sends nothing.
     """
     if chunk not in (0, 1):
         raise misuse(f"a V has the chunks 0 and 1 on each rank, and not {chunk}", "ppctl.on_v(groups, 1)")

@@ -1,7 +1,7 @@
-"""One forward with its loss, one backward, and freeing what was sent: for users who write their own loops.
+"""One forward with its loss, one backward, and freeing of sent outputs: for users who write their own loops.
 
 The forward-backward functions run `forward_step` as a stage's program; their backwards are the engine's. Nothing is
-scaled in place: the tensors that a loss function returns stay as they are.
+scaled in place: tensors from a loss function stay unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def forward_step_calc_loss(
     cp_group_size: int | None = None,
     is_last_stage: bool | None = None,
 ) -> tuple[Any, Tensor]:
-    """The output to hand on and the number of tokens it stands for (an int tensor, 0 unless `loss_func` counts them).
+    """(the output to send, its number of tokens as an int tensor, 0 unless `loss_func` counts them).
 
     Only the last stage calls `loss_func(output_tensor)` and appends to `forward_data_store`:
 
@@ -52,7 +52,7 @@ def forward_step_calc_loss(
       or with `config.calculate_per_token_loss` stays the sum that it is.
 
     `cp_group_size` defaults to the config's, `is_last_stage` to this rank's place in a pipeline that is the world.
-    Raises TrainingError for any other form, and for a pair if the loss per token was asked for: it counts none.
+    Raises TrainingError for any other form, and for a pair, which has no tokens, if losses are per token.
     """
     last = is_last_of_world(vp_stage, config) if is_last_stage is None else is_last_stage
     none = torch.zeros((), dtype=torch.int, device=_device_of(output_tensor))
@@ -74,7 +74,7 @@ def forward_step_calc_loss(
 
 
 def _read(returned: Any, none: Tensor, config: Any, num_microbatches: int, cp: int) -> tuple[Any, Tensor, Any]:
-    """The scaled loss, the tokens and the data of what a loss function returned."""
+    """(the scaled loss, the tokens, the data) of a loss function's result. Raises TrainingError for other forms."""
     per_token = getattr(config, "calculate_per_token_loss", False)
     if isinstance(returned, tuple) and len(returned) == 3:
         loss, counted, data = returned
@@ -103,19 +103,18 @@ def is_last_of_world(vp_stage: int | None, config: Any) -> bool:
 _AUXILIARY = (
     ("num_moe_experts", "moe", True, "moe.moe_utils", "MoEAuxLossAutoScaler"),
     ("mtp_num_layers", "mtp", False, "multi_token_prediction", "MTPLossAutoScaler"),
-    ("experimental_attention_variant", "experimental_attention_variant", True, "", ""),  # its config has the setter
+    ("experimental_attention_variant", "experimental_attention_variant", True, "", ""),  # the config has the setter
 )
 """The config's field of a loss, its name here, whether the context parallel size multiplies it, and the module and the
 class of Megatron that attach it."""
 
 
 def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any) -> None:
-    """Set the factor by which losses inside the layers count as the main loss does, before the microbatch's backward.
-
-    It is what `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) returns for 1, divided by the
+    """Set the scale of losses inside the layers, to match the main loss, before the microbatch's backward. The scale is
+    the result of `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) for 1, divided by the
     microbatches unless the loss is per token, for MoE times the context parallel size: a tensor of one element on the
-    output's device. It goes to Megatron's own autograd function, if that is loaded, to every submodule's
-    `set_moe_loss_scale` or `set_mtp_loss_scale`, and to the config's function for its attention variant. Raises
+    output's device. It is set on Megatron's own autograd function, if that is loaded, by every submodule's
+    `set_moe_loss_scale` or `set_mtp_loss_scale`, and by the config's function for its attention variant. Raises
     ValueError if a function returns more than one number.
     """
     one = torch.ones(1, device=_device_of(output))
@@ -129,7 +128,7 @@ def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int
             raise LossScaleError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
         if not getattr(config, "calculate_per_token_loss", False):
             scale = scale * (cp if times_cp else 1) / num_microbatches
-        # Never imported: a model that attaches such a loss has loaded its class.
+        # Never imported here: a model that attaches this loss has loaded its class.
         scaler = getattr(sys.modules.get(f"megatron.core.transformer.{module}"), name, None)
         setters = [getattr(each, f"set_{kind}_loss_scale", None) for each in getattr(model, "modules", tuple)()]
         setters += [getattr(scaler, "set_loss_scale", None), getattr(config, f"{kind}_loss_scale_func", None)]
@@ -170,8 +169,8 @@ def forward_step(
     `forward_step_func(data_iterator, model)` returns the output and the loss function; if
     `checkpoint_activations_microbatch` is not None it is passed as a third argument. Before that the model gets
     `input_tensor` (`set_input_tensor`, always as a list), its microbatch, and whether that is the first one
-    (`set_is_first_microbatch`). What is returned and stored: `forward_step_calc_loss`. For a list of inputs the output
-    is a list.
+    (`set_is_first_microbatch`). `forward_step_calc_loss` says what is stored. For a list of inputs the output is a
+    list.
     """
     with timed(config, "forward-compute"):
         _announce(model, is_first_microbatch, current_microbatch)
@@ -198,10 +197,10 @@ def forward_step(
 
 
 def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
-    """Raise TrainingError (PP-E713) if a first stage's parameters want gradients and nothing of its output leads to
-    them. Only a first stage can be so cut off unnoticed: the input of any other would have no gradient."""
+    """Raise TrainingError (PP-E729) if a first stage has trained parameters and its output has no graph. On other
+    stages the missing gradient of the input shows this."""
     if any(not isinstance(output, Tensor) or output.requires_grad for output in outputs):
-        return  # the engine refuses what is no tensor
+        return  # the engine refuses other values
     if any(parameter.requires_grad for parameter in model.parameters()):
         message = "the first stage's output needs no gradient, and its parameters do: they would never be trained"
         remedy = "no detach or no_grad in the stage, and checkpoint(..., use_reentrant=False); or freeze its parameters"
@@ -227,10 +226,10 @@ def backward_step(
 ) -> Any:
     """Backward through a stage's output: the gradient of its input, a list for a list; None on the first stage.
 
-    Without a gradient the first output is the loss, scaled by `config.grad_scale_func` if there is one. Every output
-    of a list that has a gradient is gone through: the result is the gradient of the loss, not the first output's part
-    of it (decision 7). The `model_type` of older callers is ignored, and may be left out: `backward_step(input, output,
-    gradient, config)`. Raises TrainingError if an input gets no gradient, or an output without one is no loss.
+    Without a gradient the first output is the loss, scaled by `config.grad_scale_func` if there is one. All outputs of
+    a list that have a gradient take part: the result is the gradient of the loss, not only of the first output
+    (decision 7). The `model_type` of older callers is ignored, and may be left out: `backward_step(input, output,
+    gradient, config)`. Raises TrainingError if an input gets no gradient, or an output without a gradient is no loss.
     """
     config = model_type if config is None else config
     with timed(config, "backward-compute"):
@@ -259,7 +258,7 @@ def _loss_and_seed(loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> tu
 
 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """Backward from an output that was freed, whose place in the graph is all that is needed.
+    """Backward from a freed output, of which only the place in the graph is needed.
 
     Without `grad_output` the output must be a loss: a scalar from the start. Raises OutputInUse for an output that was
     not freed.
@@ -272,9 +271,8 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
 
 
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-    """Free the data of an output that was sent (or a list or dict of them), and leave its place in the graph.
-
-    Raises OutputInUse for a view, whose memory belongs to another tensor, and for what is no tensor.
+    """Free the data of a sent output (or a list or dict of outputs), and keep its place in the graph. Raises
+    OutputInUse for a view, whose memory belongs to another tensor, and for values other than tensors.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -309,6 +307,7 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
+    """The gradient of a stage's input. Raises TrainingError (PP-E713) without one."""
     if tensor.grad is None:
         message = "the stage's input has no gradient: its output does not depend on it"
         remedy = "let the output depend on the input (a detach or a no_grad inside is the usual cause)"
@@ -330,8 +329,8 @@ def get_pp_rank_microbatches(
 ) -> WarmupCounts:
     """How this rank's microbatches divide: (total, all_in_warmup, warmup, remaining), counted over all chunks.
 
-    The communicator has the group's size and rank, and the virtual pipeline size: with one, even 1, the counts are
-    those of the interleaved schedule. Without a communicator the pipeline is the world, if there is one.
+    The communicator has the group's size and rank, and the virtual pipeline size: if that is set, even to 1, the counts
+    are of the interleaved schedule. Without a communicator the pipeline is the world, if there is one.
     """
     if p2p_communicator is None:
         pp, pp_rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -352,7 +351,7 @@ def get_pp_rank_microbatches(
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
-    """The flag for the first microbatch: `cond`, and in a validation with `first_val_step` only in its first step."""
+    """The flag for the first microbatch: `cond`; in a validation with `first_val_step` also requires its first step."""
     return bool(first_val_step and cond) if forward_only and first_val_step is not None else cond
 
 

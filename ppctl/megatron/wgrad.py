@@ -30,11 +30,11 @@ from ppctl.weight_gradients.wide_sums import AtOnce
 
 @contextmanager
 def main_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """While it lasts, gradients are added to `parameter.main_grad` and `.grad` stays None.
+    """While entered, gradients are added to `parameter.main_grad`, and `.grad` stays None.
 
-    `main_grad` is float32 (float64 for a float64 parameter), made with the first gradient if it is missing or None,
-    and like `.grad` lives until its owner clears it. A parameter that has `grad_added_to_main_grad` is left alone: who
-    set that (Megatron's DistributedDataParallel) moves its gradient, and a fused product's is a dummy.
+    `main_grad` is float32 (float64 for a float64 parameter), made with the first gradient if it is missing or None, and
+    like `.grad` lives until its owner clears it. Parameters with `grad_added_to_main_grad` are left alone: Megatron's
+    DistributedDataParallel, which sets this, moves their gradients, and a fused product's gradient is a dummy.
     """
     with ExitStack() as hooks:
         for parameter in {p: None for chunk in chunks for p in chunk.parameters() if p.requires_grad}:
@@ -60,10 +60,8 @@ def _add_to_main_grad(parameter: Any, gradient: Tensor) -> None:
 
 
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
-    """The module that holds the output layer, its buffers empty; None if nothing is deferred.
-
-    `model` is a stage or the list of a rank's chunks, whose last one it is. Raises ConfigError if no module in it
-    has an `output_layer`.
+    """The module that holds the output layer, with emptied buffers; None if nothing is deferred. `model` is a stage or
+    the list of a rank's chunks, of which the last counts. Raises ConfigError if it has no `output_layer`.
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
@@ -104,8 +102,8 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
 class Deferral:
     """The output layer's weight gradients of the last microbatches of a step, deferred.
 
-    A layer that fills the buffers by itself is left alone; for an `nn.Linear` this does it. Of `num_microbatches` the
-    last `limit` are deferred (0: all), so that gradients still accumulate in microbatch order.
+    A layer that fills the buffers itself is left alone; for an `nn.Linear` this class fills them. Of `num_microbatches`
+    the last `limit` are deferred (0: all), so that gradients still accumulate in microbatch order.
     """
 
     def __init__(self, config: Any, chunks: list[nn.Module], num_microbatches: int) -> None:
@@ -120,7 +118,7 @@ class Deferral:
 
     @contextmanager
     def applied(self) -> Iterator[Deferral]:
-        """While it lasts, the output layer puts its weight gradients into the buffers."""
+        """While entered, the output layer puts weight gradients into the buffers. Raises ConfigError for others."""
         layer = self.module.output_layer
         if self._fills_buffers:
             yield self
@@ -128,7 +126,7 @@ class Deferral:
         if not isinstance(layer, nn.Linear):
             message = f"defer_embedding_wgrad_compute defers an nn.Linear; output_layer is a {type(layer).__name__}"
             raise misuse(message, "defer_embedding_wgrad_compute=False")
-        # On the instance alone and for this step: no hook keeps a layer from computing its own gradient.
+        # Replaced on the instance for this step: no hook keeps a layer from computing its own gradient.
         layer.forward = self._forward  # type: ignore[method-assign, assignment]  # put over the class's method
         try:
             yield self
@@ -137,7 +135,7 @@ class Deferral:
             del self.module.embedding_activation_buffer, self.module.grad_output_buffer
 
     def finish(self, tp_group: Any) -> None:
-        """Compute what was deferred."""
+        """Compute the deferred weight gradients."""
         finish_embedding_wgrad_compute(self._config, self.module, True, tp_group)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -148,7 +146,7 @@ class Deferral:
 
 
 class _IntoBuffers(AtOnce):
-    """In place of a collector of deferred gradients: what a weight's gradient is computed from goes into buffers."""
+    """A collector of deferred gradients that puts a weight gradient's operands into the layer's buffers."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -168,8 +166,8 @@ _seen: WeakSet[nn.Module] = WeakSet()
 
 
 def split_products(chunks: Iterable[nn.Module]) -> None:
-    """Register the functions that are loaded, and the modules of the chunks that defer weight gradients themselves. A
-    function with other arguments than the rule was written for is not split, one that has a rule keeps it."""
+    """Register rules for loaded functions, and the modules of the chunks that defer weight gradients themselves. A
+    function with unexpected arguments is not split; a function that has a rule keeps it."""
     for home, name, arguments, rule in _RULES:
         function = getattr(sys.modules.get(home), name, None)
         if function is None or hasattr(function.apply, "whole"):
@@ -183,14 +181,14 @@ def split_products(chunks: Iterable[nn.Module]) -> None:
 
 
 def _waits_for_nobody(*args: Any) -> bool:
-    """Whether a call's weight gradient is not deferred by Megatron itself (`defer_embedding_wgrad_compute`), nor its
-    operands cast by autocast."""
+    """Whether a call's weight gradient is not deferred by Megatron (`defer_embedding_wgrad_compute`), nor its operands
+    cast by autocast."""
     given = dict(zip(_LINEAR_ARGUMENTS, args, strict=True))
     return given["grad_output_buffer"] is None and not torch._C._is_any_autocast_enabled()
 
 
 def _of_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of input and bias, with the tensor-parallel sum: scattered if the sequence is divided."""
+    """The gradients of input and bias, with the tensor-parallel sum, which is scattered if the sequence is divided."""
     x, weight = ctx.saved_tensors
     of_input = gradient.matmul(weight)
     if ctx.sequence_parallel:
@@ -208,8 +206,8 @@ def _of_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None]:
-    """The weight's gradient; if it is added to `main_grad` by itself, the dummy for which DDP's hook waits. A divided
-    sequence is gathered again, as Megatron does it: the whole one is not kept between F and W."""
+    """The weight's gradient; if that is added to `main_grad` here, the dummy that DDP's hook expects. A divided
+    sequence is gathered again, as in Megatron, not kept whole between F and W."""
     x, weight = ctx.saved_tensors
     if ctx.sequence_parallel:
         whole = x.new_empty((x.shape[0] * ctx.tp_group.size(), *x.shape[1:]))
@@ -251,6 +249,6 @@ _RULES: tuple[tuple[str, str, tuple[str, ...] | None, dict[str, Any]], ...] = (
         _LINEAR_ARGUMENTS,
         {"weights": (1,), "of_input": _of_input, "of_weights": _of_weight, "applies": _waits_for_nobody},
     ),
-    ("grouped_gemm.ops", "GroupedGemm", None, {"weights": (1,)}),  # its backward computes only what is needed
+    ("grouped_gemm.ops", "GroupedGemm", None, {"weights": (1,)}),  # its backward computes only the needed gradients
 )
 """Module, function, its arguments if the rule depends on them, and the rule."""

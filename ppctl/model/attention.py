@@ -63,8 +63,9 @@ def core_attention(
     dropped: Dropped | None = None,
     shared: Attend | None = None,
 ) -> Tensor:
-    """Causal attention within each row, or document: [b, s, heads x values' width], the heads side by side.
+    """Causal attention within each row, or within each document if `documents` is given.
 
+    Returns [b, s, heads x values' width], the heads side by side.
     q, k, v, `documents` and `scale` as in `attend`, or, of a rank's part of the rows, as in `shared`.
     With `dropped` probabilities no kernel of torch's can be taken.
     """
@@ -82,7 +83,7 @@ def attend(
     *,
     kernels: Kernels,
 ) -> Tensor:
-    """Causal attention within each row, or document, of whole rows: [b, heads, s, values' width].
+    """Causal attention within whole rows, or their documents if `documents` is given: [b, heads, s, values' width].
 
     q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], where a group of neighbouring
     heads shares keys and values. `scale` of the scores is 1 / sqrt(width) by default.
@@ -146,9 +147,9 @@ class Attention(SelfAttention):
     def forward(
         self, x: Tensor, turns: Tensor | None, documents: Documents | None = None, draws: Draws | None = None
     ) -> Tensor:
-        """Attend within each sequence of `x`, or document; `turns` as `Rotary.turns` gives them, or none."""
+        """Attend within each sequence of `x`, or each of its `documents`; `turns` of `Rotary.turns`, or none."""
         q, k, v = (self._heads(each) for each in columns(x, self.wq, *self._keys_values(), split=self.split))
-        # Norms lose a layout in which heads do not come first.
+        # Norm before transposing: a norm returns a contiguous tensor, which loses a transposed layout.
         q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
         q = rotate(q, turns, interleaved=self.interleaved)
         k = rotate(k, turns, interleaved=self.interleaved)
@@ -200,7 +201,7 @@ class LatentAttention(SelfAttention):
     def forward(
         self, x: Tensor, turns: Tensor, documents: Documents | None = None, draws: Draws | None = None
     ) -> Tensor:
-        """Attend within each sequence of `x`, or document; `turns` as `Rotary.turns` gives them."""
+        """Attend within each sequence of `x`, or each of its `documents`; `turns` as `Rotary.turns` gives them."""
         if self.compresses_queries:
             compressed, keys_values = columns(x, self.wq_a, self.wkv_a)
         elif self.split is None:

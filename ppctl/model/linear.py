@@ -53,7 +53,7 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     """`product` in 8 bits, with a result in the dtype of `x`; so are both products of the backward.
 
     Saved for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
-    tokens, for which `x` is scaled and rounded a second time, from its 8 bits.
+    tokens, for which `x` is scaled and rounded a second time, from its values in 8 bits.
     """
     rounded, *kept = fp8.rounded(x).parts
     return _by_rule(_rule(fp8), weight, rounded, *kept)
@@ -322,7 +322,7 @@ class Linear(nn.Module):
 def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | None = None) -> tuple[Tensor, ...]:
     """x through each of the projections; if these are split, every rank makes its own columns, of all tokens.
 
-    What several products need of x is made once: its 8 bits, or all ranks' tokens.
+    What several products need of x is made once: its rounding to 8 bits, or the gather of all ranks' tokens.
     """
     if split is None and len(projections) > 1 and makes_sums(*projections):
         # Gradients of x are added up from the last projection to the first, as by autograd.

@@ -22,7 +22,7 @@ from ppctl.geometry.layers import SMALLEST_OFFLOADED
 from ppctl.model.stage_model import Run
 
 Event = torch.cuda.Event | None
-"""A moment in the work of a GPU; None on the CPU, where everything is done at once."""
+"""A moment in the work of a GPU; None on the CPU, where everything is done immediately."""
 
 
 class Moved:

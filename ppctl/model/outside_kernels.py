@@ -67,9 +67,9 @@ class Kernel:
     """The largest difference from the reference, of results and gradients, as a share of the reference's largest value
     (`ppctl.check_kernel`)."""
     fits: Callable[[KernelUse], str] | None = None
-    """Why it cannot serve such a use, in words; empty if it can. None: it serves every use."""
+    """Returns why the kernel cannot serve a use, or "" if it can. None: the kernel serves every use."""
     name: str = ""
-    """Its name in the config; set if it is chosen."""
+    """The kernel's name in the config; set if the config chooses it."""
 
     def against(self, use: KernelUse) -> str:
         """The reason that `fits` returns for a use; empty if there is none."""

@@ -1,7 +1,6 @@
 """A pipeline from Python: `ppctl.pipeline` cuts a user's module, or a model of transformers, and runs its stages.
 
-`sources` are the two kinds of models in one form, `batch` is what a step reads and its loss, `pipeline_parts` makes
-what a pipeline is of, with one error for all ranks (`pipeline_agreement`), `rank_stages` are what a rank has, `calls`
-their programs for the engine, and `python_pipeline` runs its steps. `torch_schedule` runs stages that
-torch.distributed.pipelining has made.
+`sources` has the two kinds of models in one form, `batch` a step's input and loss, `pipeline_parts` makes the parts of
+a pipeline, with one error for all ranks (`pipeline_agreement`), `rank_stages` has a rank's stages, `calls` their
+programs for the engine, and `python_pipeline` runs steps. `torch_schedule` runs stages of torch.distributed.pipelining.
 """

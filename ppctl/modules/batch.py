@@ -1,4 +1,4 @@
-"""A batch in microbatches, and each one's share of a step's loss, by cross entropy or a user's function."""
+"""A batch in microbatches, and each microbatch's share of a step's loss, by cross entropy or a user's function."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Microbatch:
     named: dict[str, Any]
     labels: Any
     hides: bool | None = None
-    """Whether its attention_mask [rows, tokens] hides tokens; None if nobody has looked."""
+    """Whether its attention_mask [rows, tokens] hides tokens; None if unknown."""
     packed: bool | None = None
-    """Whether its position_ids [rows, tokens] begin anew within a row."""
+    """Whether its position_ids [rows, tokens] restart within a row; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class GivenBatch:
 
     @property
     def on_host(self) -> bool:
-        """Whether all tensors were given on the CPU: reading their values does not wait for a GPU."""
+        """Whether all tensors were given on the CPU, so that reading values does not wait for a GPU."""
         given = tree_leaves((self.given.positional, self.given.named, self.given.labels))
         return all(each.device.type == "cpu" for each in given if isinstance(each, Tensor))
 
@@ -70,10 +70,10 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
     """Copy `(inputs, labels)`, or a mapping with `labels`, to the device and divide it into microbatches.
 
     `inputs` is the model's argument, or a tuple of arguments; the other entries of a mapping are arguments by name. The
-    first dim of the first tensor is the number of sequences. Tensors with as many rows are divided, all else goes to
-    every microbatch. `reads_masks`: also look whether masks hide tokens and whether positions restart within a row.
-    Raises ConfigError (PP-E130) for batches of another form, for rows that are no whole number of microbatches or
-    schedule calls, for sequences that are not pp_seq_len long, and for tensors with another number of rows.
+    first dim of the first tensor is the number of sequences. Tensors with as many rows are divided; all other values go
+    to every microbatch. `reads_masks`: also note whether masks hide tokens and positions restart within a row. Raises
+    ConfigError (PP-E130) for batches of another form, for rows that are no whole number of microbatches or schedule
+    calls, for sequences that are not pp_seq_len long, and for tensors with another number of rows.
     """
     parts = positional, named, labels = _taken_apart(given)
     tensors = [each for each in tree_leaves((positional, named)) if isinstance(each, Tensor) and each.dim()]
@@ -86,7 +86,7 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
             f"{rows} sequences are not a whole number of microbatches of {size}",
             f"{max(1, rows // size) * size} sequences",
         )
-    if call > 1 and (call % size or rows % call):  # 1, the default, is no wish: all of the batch is one call
+    if call > 1 and (call % size or rows % call):  # 1, the default, means that the whole batch is one call
         message = f"pp_batch_size={call} in microbatches of {size} does not divide {rows} sequences into whole calls"
         raise misuse(message, f"pp_batch_size={rows}")
     if config.pp_seq_len is not None and (first.dim() < 2 or first.shape[1] != config.pp_seq_len):
@@ -164,11 +164,11 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class StepLoss:
-    """Each microbatch's share of a step's loss, whose sum over the step is the loss that is differentiated.
+    """Each microbatch's share of a step's loss; the sum over the step is the differentiated loss.
 
     With `loss_fn` a share is `loss_fn(output, labels)`, with scale_grads_in_schedule divided by the number of
-    microbatches. Without, it is cross entropy in nats over the tokens that count, divided by their number in the whole
-    batch; with scale_grads_in_schedule the mean over the microbatch's own, divided by the number of microbatches.
+    microbatches. Otherwise it is cross entropy in nats over the tokens that count, divided by their number in the whole
+    batch; with scale_grads_in_schedule the mean over the microbatch's tokens, divided by the number of microbatches.
     """
 
     def __init__(self, config: PipelineConfig, microbatches: Sequence[Microbatch]) -> None:
@@ -189,7 +189,7 @@ class StepLoss:
             self._check(output, labels)
             return
         if not all(isinstance(each, Tensor) for each in tree_leaves(output)):
-            return  # of an object of the model's own, which zeros cannot stand for
+            return  # the model's own object, for which zeros cannot stand
         zeros = tree_map(
             lambda each: torch.zeros_like(each, device=device).requires_grad_(each.is_floating_point()), output
         )
@@ -216,13 +216,13 @@ class StepLoss:
             self._check(output, labels)
             logits = _logits_of(output)
             mask = _mask(labels)
-            wanted = labels.masked_fill(labels == NO_TOKEN, 0)  # other negative ones are no tokens: torch refuses them
+            wanted = labels.masked_fill(labels == NO_TOKEN, 0)  # torch refuses other negative labels
             loss = microbatch_loss(logits, wanted, mask, mask.sum().clamp(min=1) if self.total is None else self.total)
         return loss / self.shares if self.scales else loss
 
 
 def _logits_of(output: Any) -> Any:
-    """Return a result that is a tensor, or its attribute `logits`; None without one."""
+    """Return the logits of a result, which are the result itself or its attribute `logits`; None without either."""
     return output if isinstance(output, Tensor) else getattr(output, "logits", None)
 
 

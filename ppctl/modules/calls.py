@@ -40,10 +40,9 @@ class Prepared:
 
 @dataclass(slots=True)
 class BatchRun:
-    """One batch on this rank's stages: `programs` gives those of a schedule call, `losses` fills with the shares.
-
-    With `carries_on`, a forward or backward that raises ends up in `failed`, and this rank goes on with messages of
-    NaN, for which other ranks would wait, and computes nothing any more.
+    """One batch on this rank's stages: `programs` returns those of a schedule call, `losses` collects the shares. With
+    `carries_on`, `failed` notes a forward or backward that raises; this rank then computes nothing more, and sends
+    messages of NaN, for which other ranks would wait.
     """
 
     source: PipelineModel
@@ -58,7 +57,8 @@ class BatchRun:
     where: str = ""
     """The stage and the microbatch that failed."""
     _received: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
-    """(stage, microbatch of the call) -> what a forward got, until its backward: somebody waits for the gradients."""
+    """(stage, microbatch of the call) -> the forward's inputs, until the backward, whose gradients another rank
+    awaits."""
     losses: list[Tensor] = field(default_factory=list)
     _loss: StepLoss = field(init=False)
 
@@ -119,7 +119,7 @@ class BatchRun:
     def _backward(
         self, number: int, first: int, around: AroundBackward | None, mb: int, run: Callable[[], None]
     ) -> None:
-        """Run a backward, or a half of one; if this rank has failed, NaN in the place of its result."""
+        """Run a backward, or half of one; if this rank has failed, put NaN in place of its result."""
         received = self._received.pop((number, mb), ())
 
         def work() -> bool:
@@ -133,7 +133,7 @@ class BatchRun:
                 each.grad = torch.full_like(each, float("nan"))
 
     def _carried(self, where: str, work: Callable[[], Any]) -> Any:
-        """Return what `work` computes; None if this rank has failed before, or fails now and goes on (`carries_on`)."""
+        """Return the result of `work`; None if this rank has failed before, or fails now and goes on (`carries_on`)."""
         if self.failed is None:
             try:
                 return work()
@@ -144,7 +144,7 @@ class BatchRun:
         return None
 
     def _nothing(self, received: tuple[Tensor, ...], edge: Tensor | None) -> Tensor:
-        """Return NaN in the form of a message (of a loss without `edge`), with a gradient for what was received."""
+        """Return NaN in the form of a message (without `edge`: of a loss), with a graph to the received tensors."""
         nan = torch.full((), float("nan"), device=self.device)
         read = received[0].sum() * nan if received else nan
         return read if edge is None else read.to(edge.dtype).expand(edge.shape).clone()
@@ -168,20 +168,20 @@ def _check_dtype(number: int, output: Any, edge: Tensor) -> None:
 
 
 def run_dry(run: BatchRun, device: torch.device) -> None:
-    """Run all kernels of a step and of an evaluation once, before the first message (see `engine.dry_pass`). Nothing
-    that a step reads is different afterwards: gradients, buffers, draws of random numbers."""
+    """Run all kernels of a step and of an evaluation once, before the first message (see `engine.dry_pass`). Gradients,
+    buffers and random states are the same afterwards."""
     schedule, stages, kept = run.prepared.schedule, run.stages, dict[int, int]()
     on_gpu = device.type == "cuda"
-    if on_gpu:  # what is in the cache after the dry pass is what a microbatch needs
+    if on_gpu:  # afterwards the cache has what one microbatch needs
         torch.cuda.empty_cache()
     with torch.random.fork_rng([device] if on_gpu else []), stages.restored():
         for program in run.programs(0, last_call=True):
             number = program.stage
-            if program.around_backward is not None:  # what is not summed now would be added to the step's gradients
+            if program.around_backward is not None:  # unsummed gradients would be added to the step's
                 program = replace(program, around_backward=stages.sync[number].at_once)
             one = partial(dry_pass, program, schedule, run.pp_rank, device=device)
             splits = [(number, mb) in schedule.split for mb in range(schedule.num_microbatches)]
-            with stages.evaluating():  # first: a backward lets sharded weights go that a forward has gathered
+            with stages.evaluating():  # first, since a backward frees sharded weights that a forward has gathered
                 one(0, training=False)
             for mb in representatives(splits):
                 kept[number] = one(mb)

@@ -1,6 +1,6 @@
 """Agreement of the ranks of a pipeline before messages: on results, errors, and that all of them make the same call.
 
-A rank that went on alone would wait for messages that nobody sends.
+A rank that went on alone would wait for messages that no rank sends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, past
 CODE = "PP-E130"
 FAILED = "PP-E553"
 _DIGEST_BYTES = 7
-"""So that a digest and its negative are numbers of 64 bits."""
+"""Bits of a digest: it and its negative are 64-bit numbers."""
 
 
 def misuse(message: str, remedy: str) -> ConfigError:
@@ -40,11 +40,10 @@ def agreed(
     joined: Callable[[list[Any]], Any] | None = None,
     to: Any = None,
 ) -> Any:
-    """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
-
-    `joined` makes one result of all ranks', in rank order. Without `own`, `of` is the annotation of what `work` returns
-    (`ppctl.records.wire`), `to` of what `joined` makes. Raises ConfigError and CheckpointError: what the work raises,
-    and PP-E553 for an exception of other code.
+    """Return the first rank's result of `work` on every rank, or with `own` each rank's; an error of any rank is raised
+    on all. `joined` makes one result of all ranks', in rank order. Without `own`, `of` is the annotation of the result
+    of `work` (`ppctl.records.wire`), `to` of that of `joined`. Raises ConfigError and CheckpointError: those of the
+    work, and PP-E553 for an exception of other code.
     """
     mine: list[Any] = []
 
@@ -56,7 +55,7 @@ def agreed(
     try:
         verdict = ranks.agree(what, attempt, conclude, each=of, result=to if joined else of)
     except CheckpointError as error:
-        # What ppctl itself raised has said all: the exception behind it would be the same text once more.
+        # ppctl's own errors need no cause: its text would be the same again.
         cause = None if isinstance(error.__cause__, PpctlError) else error.__cause__
         problems = tuple(map(_in_python, error.problems))
         of_weights = all(problem.code.startswith("PP-E5") and problem.code != FAILED for problem in problems)
@@ -65,7 +64,7 @@ def agreed(
 
 
 def _in_python(problem: Problem) -> Problem:
-    """A problem for the author of a program: a rank's exception stands on its own output, and there is no run."""
+    """A problem in the words of a program without a run: a rank's exception is in its own output."""
     if problem.code == "PP-E505":
         return replace(problem, remedy="df -h; ls -ld" + (f" {pasted(problem.place)}" if problem.place else ""))
     if problem.code != "PP-E507":
@@ -74,7 +73,8 @@ def _in_python(problem: Problem) -> Problem:
 
 
 def refuse_unlike(ranks: AgreeingRanks, what: str, own: list[str]) -> None:
-    """Compare texts over all ranks. Raises ConfigError (PP-E130) on all of them, with the first one that differs."""
+    """Compare lists of texts over all ranks. Raises ConfigError (PP-E130) on all ranks, with the first text that
+    differs."""
 
     def conclude(lists: list[list[str]]) -> None:
         for rank, other in enumerate(lists):
@@ -89,14 +89,15 @@ def refuse_unlike(ranks: AgreeingRanks, what: str, own: list[str]) -> None:
 
 
 def on_host(ranks: AgreeingRanks) -> bool:
-    """Whether the ranks' group carries numbers of the host, or there is one rank alone."""
+    """Whether the ranks' group carries tensors of the host, or there is only one rank."""
     group: Any = ranks.group or dist.group.WORLD
     return ranks.size == 1 or torch.device("cpu") in group._device_types
 
 
 class SameCall:
-    """Whether all ranks make the same call and have ended it: three numbers on the host before and after its messages.
-    A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for."""
+    """Checks that all ranks make the same call and have ended it, by three numbers on the host before and after its
+    messages. Making it is a collective. Groups without a backend for the host get a second group, to not wait for the
+    GPU."""
 
     def __init__(self, ranks: AgreeingRanks) -> None:
         self.alone = ranks.size == 1
@@ -106,12 +107,12 @@ class SameCall:
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.group, self._rank = group, ranks.rank
         self._ends = torch.zeros(3, dtype=torch.int64, device="cpu")
-        weakref.finalize(self, _wait_until_released, self._ends)  # even if the program ends without close()
+        weakref.finalize(self, _wait_until_released, self._ends)  # runs even if the program ends without close()
 
     def __call__(self, text: str | None, broken: str = "") -> bool:
-        """Whether every rank gives this text; None, of a rank that has something to say, equals nothing. `broken` says
-        what ended an earlier call amid its messages: then ConfigError (PP-E554) on all ranks; a process alone goes
-        on."""
+        """Whether every rank passes this text; None, from a rank with an error, equals nothing. `broken` says what
+        ended an earlier call between its messages: then raises ConfigError (PP-E554) on all ranks; a single process
+        goes on."""
         if self.alone:
             return text is not None
         number = 0
@@ -132,7 +133,7 @@ class SameCall:
         return first - 1 if first else None
 
     def _largest(self, number: int, *, failed: bool) -> tuple[int, int, int]:
-        """For all ranks: the number, its negative, and 1 + a rank that failed. The same form on every rank."""
+        """The maxima over all ranks of the number, its negative, and 1 + this rank if it failed."""
         self._ends.copy_(torch.tensor([number, -number, self._rank + 1 if failed else 0], device="cpu"))
         dist.all_reduce(self._ends, dist.ReduceOp.MAX, group=self.group)
         largest, smallest, who = self._ends.tolist()
@@ -140,10 +141,9 @@ class SameCall:
 
 
 def _wait_until_released(tensor: Any) -> None:
-    """Wait until gloo's threads hold this tensor no longer, at most a second.
-
-    A thread releases it some time after the collective has been waited for, and takes the interpreter's lock for that.
-    Once the interpreter has begun to end, Python 3.11 ends such a thread inside a C++ destructor: the process aborts.
+    """Wait until gloo's threads have released this tensor, at most a second. A thread releases it some time after the
+    collective, and takes the interpreter's lock for this. If the interpreter has begun to end, Python 3.11 ends that
+    thread inside a C++ destructor: the process aborts.
     """
     deadline = time.monotonic() + 1.0
     while tensor._use_count() > 1 and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The parts of a pipeline: the model in stages, their places, the schedule of a step; agreed on by all ranks."""
+"""The parts of a pipeline, agreed on by all ranks: the model in stages, their places, the schedule of a step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Pipel
 
 
 def check_kinds(model: Any, config: Any, loss_fn: Any, parallelize: Any) -> None:
-    """Raise ConfigError (PP-E130) for arguments that are not what `pipeline` takes."""
+    """Raise ConfigError (PP-E130) for arguments of types that `pipeline` does not take."""
     loss = loss_fn if loss_fn is not None else getattr(config, "loss_fn", None)
     kinds = (
         ("model", isinstance(model, nn.Module | str | os.PathLike), model, "a module, or the directory of a model"),
@@ -112,7 +112,7 @@ def _check_values(config: PipelineConfig) -> None:
         if key is None or key.limit is None:
             continue
         value, sound = getattr(config, key.attribute), False
-        with suppress(TypeError, ValueError, AttributeError):  # of another type than the field's
+        with suppress(TypeError, ValueError, AttributeError):  # a value of another type than the field's
             sound = key.allows(value)
         if not sound:
             message = f"{key.field}={value!r} must be {key.limit.words}"
@@ -125,13 +125,13 @@ def _check_values(config: PipelineConfig) -> None:
 
 
 def message_dtype(config: PipelineConfig) -> Any:
-    """The dtype that messages are to have, by itself or by its name; None takes that of the stages' results."""
+    """The dtype of messages in the config, a dtype or its name; None takes the dtype of the stages' results."""
     wanted = config.dtype
     return getattr(torch, wanted.removeprefix("torch."), wanted) if isinstance(wanted, str) else wanted
 
 
 def _comparable(config: PipelineConfig) -> list[str]:
-    """The fields that all ranks must have alike, which functions cannot show."""
+    """The fields that must be equal on all ranks, as text; functions cannot be compared."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return [f"{name}={value!r}" for name, value in values.items() if not callable(value)]
 
@@ -149,35 +149,35 @@ def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int,
 
 
 def request_of(config: PipelineConfig) -> ScheduleRequest:
-    """The schedule that a config asks for, by its policy or in a file. Raises ScheduleError for a file of none."""
+    """The schedule that a config asks for, by its policy or in a file. Raises ScheduleError for an invalid file."""
     if config.pp_schedule_csv is None:
         return ScheduleRequest(wanted_policy(config), argument="pp_schedule")
     return ScheduleRequest(given=read_schedule(config.pp_schedule_csv), argument="pp_schedule_csv")
 
 
 def device_of(asked: torch.device | str | None) -> torch.device:
-    """The device of this rank: the one that is asked for, with its number; else the GPU of LOCAL_RANK, or the CPU."""
+    """The device of this rank: `asked`, with its number; else the GPU of LOCAL_RANK, or the CPU."""
     unset = QUEUES not in os.environ
     if str(asked or "cuda").startswith("cuda") and not torch.cuda.is_initialized():
         os.environ.setdefault(QUEUES, MOST_QUEUES)  # CUDA reads it when it starts
-    there = torch.cuda.is_available()
-    if unset and not there:
-        os.environ.pop(QUEUES, None)  # nobody here reads it, and what this process starts would inherit it
+    has_gpus = torch.cuda.is_available()
+    if unset and not has_gpus:
+        os.environ.pop(QUEUES, None)  # not needed here, and child processes would inherit it
     if asked is not None:
         try:
             chosen = torch.device(asked)
         except RuntimeError as error:
             raise misuse(f"device={asked!r}: {str(error).splitlines()[0]}", "device='cpu'") from None
-        if chosen.type == "cuda" and not there:
+        if chosen.type == "cuda" and not has_gpus:
             raise misuse(f"device={asked!r}, and torch sees no GPU here", "device='cpu'")
         return torch.device("cuda", torch.cuda.current_device()) if str(chosen) == "cuda" else chosen
-    if there:
+    if has_gpus:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return torch.device("cpu")
 
 
 def start_process_group(device: torch.device) -> None:
-    """Set the GPU, and make the default group if torchrun has started this process and nobody has made it."""
+    """Set the GPU, and make the default group if torchrun has started this process and the group does not exist."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized() or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -186,9 +186,8 @@ def start_process_group(device: torch.device) -> None:
 
 
 def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None:
-    """Raise ConfigError (PP-E130) on all ranks if these have made different numbers of process groups before. torch
-    names a group that its members alone make (`ppctl.comm.groups`) after that number: they would look for each other
-    under different names."""
+    """Raise ConfigError (PP-E130) on all ranks if they have made different numbers of process groups. torch names a
+    group that only its members make (`ppctl.comm.groups`) after that number: members would look for different names."""
 
     def conclude(counts_of: list[int]) -> None:
         if len({counts_of[rank] for rank in members}) > 1:

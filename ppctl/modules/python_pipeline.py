@@ -1,4 +1,4 @@
-"""`ppctl.pipeline`: a model and a PipelineConfig in, this rank's stages out, with a step and an evaluation of them.
+"""`ppctl.pipeline`: makes this rank's stages from a model and a PipelineConfig, and runs steps and evaluations of them.
 
 Optimizers are the caller's, over `parameters()`.
 """
@@ -72,10 +72,10 @@ def pipeline(
     `model` is a transformers model (an instance, with weights or on meta, or a directory with config.json and
     safetensors), or any nn.Module, cut by `config.module_fqns_per_model_part`. `group` has the pipeline's ranks in pp
     order, by default all ranks. Under torchrun the default group is created if necessary; a single process is a
-    pipeline of one rank. `device` is by default the GPU of LOCAL_RANK, else the CPU. `loss_fn` replaces that of the
-    config. `parallelize` is called with each stage's module, to shard it over other ranks (`fully_shard`), and may
-    return another module. `transport` is how messages between stages travel: `plain` (batches over `group`), `channels`
-    (while stages compute), or `auto`, which is plain on NCCL.
+    pipeline of one rank. `device` is by default the GPU of LOCAL_RANK, else the CPU. `loss_fn` replaces the config's.
+    `parallelize` is called with each stage's module, to shard it over other ranks (`fully_shard`), and may return
+    another module. `transport` is how messages between stages travel: `plain` (batches over `group`), `channels` (while
+    stages compute), or `auto`, which is plain on NCCL.
 
     Raises ConfigError and CheckpointError on all ranks, before any message between stages: PP-E130 for a config that
     cannot be followed, PP-E131 for names, PP-E132 for a module that cannot be cut, PP-E526 to PP-E529 and PP-E538 as
@@ -110,7 +110,7 @@ class Pipeline:
             ranks, "place the stages", lambda: placement_of(config, ranks.size, source.num_stages), of=Placement
         )
         tied = {self.placement.rank_of(stage) for uses in source.ties for stage in uses.values()}
-        if members := tied if on_host(ranks) else set(range(ranks.size)):  # a group is made of them
+        if members := tied if on_host(ranks) else set(range(ranks.size)):  # the members of a group to make
             refuse_uneven_groups(ranks, members)
         self._stages = RankStages(source, config, device, ranks, self.placement, parallelize)
         self._known: dict[str, Prepared] = {}
@@ -118,7 +118,7 @@ class Pipeline:
         self._schedule: Schedule | None = None
         self._same = SameCall(ranks)
         self._broken = ""
-        """The exception that ended a step amid its messages."""
+        """The exception that ended a step between its messages."""
         self._closed = False
 
     # --- what a training loop uses -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Pipeline:
         return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank, self.device)
 
     def _run_calls(self, run: BatchRun, *, training: bool) -> None:
-        """Run all schedule calls of a batch, then compare failures of all ranks. An error amid messages breaks the
+        """Run all schedule calls of a batch, then compare failures of all ranks. An error between messages breaks the
         pipeline for good."""
         schedule = run.prepared.schedule if training else run.prepared.forwards
         if training:
@@ -221,18 +221,18 @@ class Pipeline:
             raise run.failure(failed) from run.failed
 
     def _begin(self, given: Any, *, training: bool = True) -> GivenBatch:
-        """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""
+        """The batch in microbatches; the first batch of a shape is checked, and agreed on by all ranks."""
         known: GivenBatch | None = None
-        with suppress(Exception):  # all ranks raise it, below
+        with suppress(Exception):  # all ranks raise the error below
             self._check(training=training)
             divided = self._divide(given)
-            if divided.on_host:  # a GPU would be waited for in every step: `_look_at` reads the first batch of a shape
+            if divided.on_host:  # on a GPU `_look_at` reads only the first batch of a shape, since this waits
                 self._source.refuse_values(divided.given)
             known = divided
         call = "a step" if training else "an evaluation"
         ready = known is not None and known.shapes in self._known
         if self._same(f"{call} of {known.shapes}" if known is not None and ready else None, self._broken):
-            assert known is not None  # the text is there
+            assert known is not None  # set with its text
             return known
         batch: GivenBatch
         batch, crossing = agreed(self._ranks, "look at the batch", partial(self._look_at, given, training), own=True)
@@ -257,6 +257,7 @@ class Pipeline:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)
 
     def _check(self, *, training: bool) -> None:
+        """Raise if the pipeline is closed, or if `training` finds gradients disabled."""
         if self._closed:
             raise misuse("the pipeline is closed", "pipeline = ppctl.pipeline(model, config)")
         if training and not torch.is_grad_enabled():
@@ -264,7 +265,8 @@ class Pipeline:
             raise misuse(message, "pipeline.eval(batch), or pipeline.step(batch) outside of it")
 
     def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
-        """Check a batch on this rank before messages: what crosses the cuts, and whether the loss can be computed."""
+        """Check a batch on this rank before messages; returns its microbatches, and the tensors that cross the cuts.
+        Raises ConfigError if the loss cannot be computed."""
         self._check(training=training)
         batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]

@@ -1,4 +1,4 @@
-"""The stages of a pipeline on this rank: their modules, how these are sharded, and their parameters by name."""
+"""The stages of a pipeline on this rank: their modules, their sharding, and their parameters by name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from ppctl.schedule.policies import POLICIES
 
 
 class RankStages:
-    """This rank's stages. Making them is a collective of the pipeline's ranks, and raises what `ppctl.pipeline` raises.
-    By stage: `made` has ppctl's module, `modules` what `parallelize` returned for it, `sync` the switches of its
-    sharded modules."""
+    """This rank's stages. Making them is a collective of the pipeline's ranks, and raises as `ppctl.pipeline`. By
+    stage: `made` has ppctl's module, `modules` the result of `parallelize`, `sync` the switches of sharded modules."""
 
     def __init__(
         self,
@@ -67,13 +66,13 @@ class RankStages:
             yield from stage.canonical_parameters().items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and saved buffers by the same names."""
+        """This rank's parameters and saved buffers by the whole model's names."""
         buffers = (item for stage in self.made.values() for item in stage.canonical_buffers().items())
         return {**{name: p.detach() for name, p in self.named_parameters()}, **dict(buffers)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's values from a state. Raises CheckpointError (PP-E537, PP-E539) with nothing taken."""
+        """Load this rank's values from a state. Raises CheckpointError (PP-E537, PP-E539) and then loads nothing."""
         owner = {name: next(iter(uses)) for uses in self._source.ties for name in uses}
         own = self.state_dict()
         first = {n: state[of] for n, of in owner.items() if n != of and of in state and n in state}
@@ -94,15 +93,15 @@ class RankStages:
             remedy = "torch.distributed.checkpoint.load(pipeline.state_dict(), checkpoint_id=...)"
             raise CheckpointError(Problem("PP-E539", message, remedy))
         for name, tensor in held.items():
-            assert tensor is not None  # it would be in `wrong`
+            assert tensor is not None  # a missing tensor is in `wrong`
             own[name].copy_(tensor)
         self._compared = False
 
     def compare_ties(self) -> None:
         """Compare all uses of each shared parameter, once, and again after a rank has loaded values. A collective.
 
-        A rank that loads its stages alone, or through torch's checkpoints, does not see the other uses. Raises
-        CheckpointError (PP-E504) on all ranks, with the names.
+        Needed because a rank that loads only its stages does not see the other uses. Raises CheckpointError (PP-E504)
+        on all ranks, with the names.
         """
         loaded = partial(agreed, self._ranks, "see who loaded", lambda: self._compared, of=bool, to=bool, joined=all)
         if not self._source.ties or loaded():
@@ -156,8 +155,8 @@ class RankStages:
     def summing_ties(self) -> Iterator[None]:
         """A context for a step: on exit the gradient of each use of a shared parameter is the sum over all uses.
 
-        Each use has an accumulator, and they are summed once (decision 3). Gradients of earlier steps, which are sums
-        already, are set aside on entry and added on exit.
+        Each use has an accumulator; these are summed once (decision 3). Gradients of earlier steps, already summed, are
+        set aside on entry and added on exit.
         """
         held = {}
         for tied in self._ties:
@@ -173,7 +172,7 @@ class RankStages:
     # --- how they are made -------------------------------------------------------------------------------------------
 
     def _tie(self) -> list[TiedGradients]:
-        """For each shared parameter the sum over all its uses, which are named by their global ranks."""
+        """For each shared parameter the TiedGradients over the global ranks of its uses."""
         own = dict(self.named_parameters())
         group = self._ranks.group
 
@@ -181,13 +180,14 @@ class RankStages:
             pp_rank = self._placement.rank_of(stage)
             return pp_rank if group is None or self._ranks.alone else dist.get_global_rank(group, pp_rank)
 
-        here = 0 if self._ranks.alone else dist.get_rank()
+        own_rank = 0 if self._ranks.alone else dist.get_rank()
         return [
-            TiedGradients([TiedUse(rank_of(stage), name) for name, stage in uses.items()], own, here)
+            TiedGradients([TiedUse(rank_of(stage), name) for name, stage in uses.items()], own, own_rank)
             for uses in self._source.ties
         ]
 
     def _check_sync(self, config: PipelineConfig) -> None:
+        """Raise for what fully_shard's gradients rule out: split backwards, and shared parameters."""
         shards = any(sync.shards for sync in self.sync.values())
         request = request_of(config)
         splits = request.given.split if request.given is not None else POLICIES[str(request.policy)].splits
@@ -206,7 +206,8 @@ def _unequal(names: list[str], code: str) -> Problem:
 
 
 def _bytes(tensor: Any) -> Any:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a part that `parallelize` has made
+    # the whole of a tensor that `parallelize` has divided
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.cpu().contiguous().view(torch.uint8).numpy()
 
 

@@ -67,28 +67,28 @@ class OwnModel:
         self._around = tuple(stage.around for stage in stages)
 
     def look_at(self, microbatch: Microbatch, device: torch.device) -> Crossing:
-        """The messages between the stages for such a microbatch. Raises ConfigError (PP-E130, PP-E132)."""
+        """The messages between the stages for microbatches of this form. Raises ConfigError (PP-E130, PP-E132)."""
         arguments = microbatch.positional, microbatch.named
         return look_at(self._blank, self.cut, arguments, self.aware, self._around, device)
 
     def refuse_values(self, microbatch: Microbatch) -> None:
-        """Read a microbatch. Raises ConfigError (PP-E130) for values that mean something else than they seem to."""
+        """Do nothing: a user's module gives values any meaning."""
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
-        """The forward of a stage: what the next one receives; of the last stage what the loss reads."""
+        """Run a stage's forward; returns the next stage's input, or the last stage's result for the loss."""
         return module(arrived, microbatch.positional, microbatch.named)
 
 
 class TransformersModel:
-    """A model whose code is transformers', given as an instance or a directory, and proved to run in stages. Raises
-    ConfigError as the library does, PP-E131 for names that do not fit, PP-E130 for a number of stages."""
+    """A model whose code is transformers', an instance or a directory, proved to run in stages. Raises ConfigError as
+    `foreign.library`, PP-E131 for names that do not fit, PP-E130 for a wrong number of stages."""
 
     reads_masks = True
 
     def __init__(self, config: Any, anatomy: Anatomy, dtype: torch.dtype, wanted: PipelineConfig, pp: int) -> None:
         self.config, self.anatomy, self.dtype = config, anatomy, dtype
         self.weights: Callable[[str], Tensor] | None = None
-        """A tensor by its name; None leaves them without initial values."""
+        """A function that returns a weight by name; None leaves weights without initial values."""
         self._own_loss = wanted.loss_fn is None
         self._sent: list[torch.dtype] = []
         letters = _letters(wanted, anatomy, pp)
@@ -131,18 +131,18 @@ class TransformersModel:
         return Crossing(tuple(states), output=logits)
 
     def refuse_values(self, microbatch: Microbatch) -> None:
-        """Refuse labels that are the tokens themselves: nothing shifts them here. Raises ConfigError (PP-E130)."""
+        """Raise ConfigError (PP-E130) for labels that equal the tokens: nothing shifts them here."""
         if self._own_loss:
             _refuse_unshifted(self._arguments(microbatch)[0], microbatch.labels)
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
-        """The hidden state that a stage sends, or the logits."""
+        """Run a stage's forward; returns the hidden state to send, or the logits."""
         tokens, beside = self._arguments(microbatch)
         known = dict(hides=microbatch.hides, packed=microbatch.packed)
         return module(tokens if arrived is None else arrived, beside=beside, **known)[0]
 
     def _arguments(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Token ids [rows, tokens], and what the model's forward is given beside them on every stage."""
+        """(token ids [rows, tokens], further arguments of the model's forward on every stage). Raises ConfigError."""
         named = {name: value for name, value in microbatch.named.items() if value is not None}
         beside = {**dict(zip(["input_ids"], microbatch.positional, strict=False)), **named}
         tokens = beside.pop("input_ids", None)
@@ -160,12 +160,12 @@ class TransformersModel:
 PipelineModel = OwnModel | TransformersModel
 
 _BESIDE = ("attention_mask", "position_ids")
-"""Arguments of a model of transformers that its own code makes masks and positions of, on every stage."""
+"""Arguments from which the code of transformers' models makes masks and positions, on every stage."""
 
 
 def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
-    """Raise ConfigError (PP-E130) for labels that transformers' own loss would shift: token n is compared with itself.
-    A row of one token alone looks like that when it is shifted."""
+    """Raise ConfigError (PP-E130) for labels that transformers' own loss would shift: here token n would be compared
+    with itself. Rows of one repeated token also look like this if shifted, and pass."""
     if not isinstance(labels, Tensor) or labels.shape != tokens.shape or not bool((tokens != tokens[:, :1]).any()):
         return
     counts = labels != NO_TOKEN
@@ -176,18 +176,18 @@ def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
 
 
 def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ...]:
-    """The letters of each stage, as a layout writes them."""
+    """The letters of each stage, as in a layout. Raises ConfigError."""
     parts = wanted.module_fqns_per_model_part
     if parts is None:
         policy = POLICIES[wanted_policy(wanted)]
-        how = wanted.round_virtual_stages_to_pp_multiple
-        if how is not None and wanted.layers_per_stage is None:
+        mode = wanted.round_virtual_stages_to_pp_multiple
+        if mode is not None and wanted.layers_per_stage is None:
             message = (
-                f"round_virtual_stages_to_pp_multiple={how} rounds the stages of layers_per_stage, which is not set"
+                f"round_virtual_stages_to_pp_multiple={mode} rounds the stages of layers_per_stage, which is not set"
             )
             raise misuse(message, "round_virtual_stages_to_pp_multiple=None")
         single = policy.chunks == 1
-        stages, _ = calculate_virtual_stages(anatomy.count, wanted.layers_per_stage, pp, single, how)
+        stages, _ = calculate_virtual_stages(anatomy.count, wanted.layers_per_stage, pp, single, mode)
         return tuple(read_layout(even_layout(anatomy.count, stages), "layout")[0])
     try:
         letters = stages_by_names(parts, anatomy.count, anatomy)
@@ -222,13 +222,13 @@ def wanted_policy(config: PipelineConfig) -> str:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether a module is a model of transformers, which nobody can have made without importing the library."""
+    """Whether a module is a model of transformers, which exists only if the library is imported."""
     library = sys.modules.get("transformers")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def whole_config(model: Any) -> tuple[Any, torch.dtype]:
-    """The config and dtype of an instance. Raises ConfigError (PP-E132) if it is not what its config describes."""
+    """The config and dtype of an instance. Raises ConfigError (PP-E132) if the instance differs from its config."""
     from ppctl.foreign.library import make_model
 
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -264,6 +264,7 @@ def weights_in(directory: Path, config: Any) -> Callable[[str], Tensor] | None:
 
 
 def _refuse_lost_buffers(model: nn.Module) -> None:
+    """Raise ConfigError (PP-E132) for buffers on meta that no state dict has: nothing could fill them."""
     lost = [
         f"{path}.{key}"
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""`ppctl.TorchSchedule`: stages of torch.distributed.pipelining in, a schedule with torch's interface out.
+"""`ppctl.TorchSchedule`: a schedule with torch's interface for stages of torch.distributed.pipelining.
 
 Only `ppctl/__init__.py` imports it: torch.distributed.pipelining takes a second.
 """
@@ -36,11 +36,11 @@ from ppctl.schedule.simulate import Costs
 from ppctl.weight_gradients.functions import tell_what_stays
 
 LOOPED_BFS = "loopedbfs"
-"""Torch's name for `gpipe` with several chunks, whose backwards begin with the last microbatch: sums in that order."""
+"""Torch's `gpipe` with several chunks, whose backwards begin with the last microbatch and sum in that order."""
 
 
 class Asked(NamedTuple):
-    """A rank's arguments. All ranks must pass the same, except `stages`, which are its own."""
+    """A rank's arguments, equal on all ranks except `stages`."""
 
     schedule: str
     num_microbatches: int
@@ -51,8 +51,8 @@ class Asked(NamedTuple):
 
 
 def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> Schedule:
-    """The schedule of a training step; of a search, the schedule under which stages are measured. Raises ScheduleError
-    for a request that does not fit, ConfigError (PP-E130) if the ranks do not fit each other."""
+    """The schedule of a training step; for `auto`, the schedule under which stages are measured. Raises ScheduleError
+    for a request that does not fit, ConfigError (PP-E130) if the ranks' arguments differ."""
     first, pp = asked[0], len(asked)
     for rank, other in enumerate(asked):
         if other[:3] != first[:3]:
@@ -63,9 +63,9 @@ def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> 
     place = next((p for p in places if [list(p.stages_of(r)) for r in range(pp)] == own), None)
     if place is None:
         request.check(pp, first.num_stages // pp)
-        there = "; ".join(f"rank {rank} {each.stages}" for rank, each in enumerate(asked))
+        stages = "; ".join(f"rank {rank} {each.stages}" for rank, each in enumerate(asked))
         wanted = "; ".join(f"rank {rank} {list(places[0].stages_of(rank))}" for rank in range(pp))
-        raise misuse(f"the stages are {there}, and {first.schedule} runs {wanted}", f"stages: {wanted}")
+        raise misuse(f"the stages are {stages}, and {first.schedule} runs {wanted}", f"stages: {wanted}")
     runs = ScheduleRequest(_to_measure(place)) if request.policy == AUTO else request
     made = runs.made(place, first.num_microbatches)
     if first.schedule == LOOPED_BFS:
@@ -77,20 +77,20 @@ def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> 
 
 
 def _last_first(schedule: Schedule) -> Schedule:
-    """The schedule with the microbatches of backwards in reverse: the last one's in place of the first's, and so on."""
+    """The schedule with the microbatches of backwards in reverse order."""
     last = schedule.num_microbatches - 1
     turned = (tuple(a._replace(mb=last - a.mb) if a.op in BACKWARDS else a for a in row) for row in schedule.actions)
     return replace(schedule, actions=tuple(turned))
 
 
 def _to_measure(place: Placement) -> str:
-    """The policy under which stages are measured: it splits backwards, on this placement."""
+    """The policy with split backwards, on this placement, under which stages are measured."""
     vpp = place.num_stages // place.pp
     return next(p.name for p in POLICIES.values() if p.splits and p.placement == place.kind and p.runs(vpp))
 
 
 def found_schedule(schedule: Schedule, memory: float, measured: Sequence[Sequence[tuple[str, int, float]]]) -> Schedule:
-    """The order that a search finds for measured seconds; a microbatch counts alike on all stages."""
+    """The schedule that a search finds for measured seconds; a microbatch's activations count equally on all stages."""
     place, times = schedule.placement, {(op, stage): each for rank in measured for op, stage, each in rank}
     forward, inputs, weights = ([times.get((op, s), 0.0) for s in range(place.num_stages)] for op in "FIW")
     costs = Costs(forward, [i + w for i, w in zip(inputs, weights, strict=True)], inputs, weights)
@@ -99,7 +99,7 @@ def found_schedule(schedule: Schedule, memory: float, measured: Sequence[Sequenc
 
 
 class _Prepared(NamedTuple):
-    """The schedule of a training step or of an evaluation, and by stage what it receives and sends."""
+    """The schedule of a training step or of an evaluation, and by stage the received and sent tensors."""
 
     schedule: Schedule
     edges: dict[int, tuple[Sequence[TensorLike], Sequence[TensorLike]]]
@@ -123,12 +123,12 @@ class TorchSchedule(PipelineScheduleMulti):
     `stages` is this rank's `PipelineStage`, or the list of them. `schedule` is a policy of ppctl, torch's name for one,
     the path of a CSV file of forwards and backwards, or `auto`: the first step then measures the stages, and the steps
     after it run the order that a search finds for these times. None means `1f1b`, or with several stages per rank
-    `interleaved_1f1b`. `memory` bounds the search: how many microbatches may be in flight, in multiples of what 1F1B's
-    first rank holds. All other arguments, `step` and `eval` are those of torch's classes, except that the losses and
-    outputs that they return have no graph.
+    `interleaved_1f1b`. `memory` bounds the search: the microbatches in flight, in multiples of those on 1F1B's first
+    rank. All other arguments, `step` and `eval` are as in torch's classes, except that returned losses and outputs have
+    no graph.
 
-    Raises ConfigError: from the constructor for what this rank alone can see, and from the first `step` or `eval` on
-    all ranks. PP-E130 is for stages, PP-E304, PP-E305 and PP-E216 are for an unknown or unfit `schedule`.
+    Raises ConfigError: in the constructor for faults that this rank can see alone, in the first `step` or `eval` on all
+    ranks. PP-E130 is for stages, PP-E304, PP-E305 and PP-E216 are for an unknown or unfit `schedule`.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TorchSchedule(PipelineScheduleMulti):
         name = LOOPED_BFS if turned else str(self._request)
         replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
         group = stages[0].group or dist.group.WORLD
-        assert group is not None  # torch's stages want one
+        assert group is not None  # torch's stages need one
         self._group, self._batched = group, goes_by_group(group)
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._asked = Asked(name, n_microbatches, self._num_stages, list(self._by_index), replicated)
@@ -190,7 +190,7 @@ class TorchSchedule(PipelineScheduleMulti):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Run one step; in `eval`, or without a loss function, its forwards alone."""
+        """Run one step; in `eval`, or without a loss function, only forwards."""
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         trains = self._has_backward
         batch = _Batch(args, kwargs, target_mbs, loss_kwargs or {}, {} if return_outputs else None, {})
@@ -198,7 +198,7 @@ class TorchSchedule(PipelineScheduleMulti):
             self._prepare(batch, trains)
         schedule = self._prepared[trains].schedule
         measures = trains and self._measures
-        # Made only when it is needed: making a recorder for a GPU waits for the GPU.
+        # Made only when needed: making a recorder for a GPU waits for the GPU.
         recorder = make_recorder(self.rank, schedule.actions[self.rank], self._device) if measures else None
         run_schedule(
             schedule,
@@ -239,7 +239,8 @@ class TorchSchedule(PipelineScheduleMulti):
         return StageProgram(index, forward, *prepared.edges[index], around_backward=around, on_deferred=tell)
 
     def _around_backward(self, stage: Any, schedule: Schedule) -> AroundBackward | None:
-        """Tell the wrapper that shards or replicates a stage which backward is its last, as torch's runtime does."""
+        """Return the function around a stage's backwards that tells its wrapper (sharding or DDP) which is the last;
+        None without a wrapper."""
         module = stage.submod
         if isinstance(module, FSDPModule):
             return partial(_without_sum, module)  # the sum follows in `_reduce`
@@ -254,7 +255,7 @@ class TorchSchedule(PipelineScheduleMulti):
     # --- what is agreed on before the first step ---------------------------------------------------------------------
 
     def _prepare(self, batch: _Batch, trains: bool) -> None:
-        """Agree on the schedule, let torch look at the stages' tensors, and check these. A collective."""
+        """Agree on the schedule, let torch infer the stages' tensors, and check them. A collective."""
         if self._schedule is None:
             made = partial(schedule_of, self._request, self._batched)
             self._schedule = agreed(
@@ -298,7 +299,7 @@ class TorchSchedule(PipelineScheduleMulti):
             raise ConfigError(problems)
 
     def _search(self, recorder: Recorder) -> None:
-        """Replace the schedule by what a search finds for this step's times. A collective of the pipeline's ranks."""
+        """Replace the schedule by a search's result with this step's times. A collective of the pipeline's ranks."""
         if recorder.device.type == "cuda":
             torch.cuda.synchronize(recorder.device)
         times: dict[tuple[str, int], list[float]] = {}
@@ -334,7 +335,7 @@ def _edges(stage: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _own(received: Sequence[Tensor], tensor: Tensor) -> Tensor:
-    """A result, copied if it lies in the memory of a received tensor, which other messages will come into."""
+    """A result, copied if it lies in the memory of a received tensor, which later messages overwrite."""
     memory = tensor.untyped_storage()._cdata
     return tensor.clone() if any(each.untyped_storage()._cdata == memory for each in received) else tensor
 

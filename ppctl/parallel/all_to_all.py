@@ -1,8 +1,8 @@
-"""Exchanges in which every rank of a group sends rows to every rank, and gradients that take the same way back.
+"""Exchanges in which every rank of a group sends rows to every rank, and gradients go back the same way.
 
 Every rank of a group makes the same exchanges in the same order. On CUDA, NCCL runs them on its stream of the group:
-the wait is the current stream's, not the host's, and what is sent or received is held until then. While rows are under
-way the other half of a pair may compute (`turns`).
+the current stream waits, not the host, and tensors are held until then. While rows are under way the other half of a
+pair may compute (`turns`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Rows = Sequence[int] | None
 def all_to_all(
     group: dist.ProcessGroup, sends: Rows, receives: Rows, *tensors: Tensor, small: bool = False
 ) -> tuple[Tensor, ...]:
-    """The rows that all ranks send to this one, in their order; those of each tensor [n, ...] are sorted by their
-    receivers. All tensors have as many rows and are under way at once. While what is `small` is under way the other
-    half of a pair does not compute."""
+    """The rows that all ranks send to this one, in the order of ranks; rows of each tensor [n, ...] are sorted by
+    receiver. All tensors have equally many rows and are under way together. During a `small` exchange the other half of
+    a pair does not compute."""
     arrived: tuple[Tensor, ...] = _AllToAll.apply(group, sends, receives, small, *tensors)  # type: ignore[no-untyped-call]  # torch's own
     return arrived
 

@@ -26,8 +26,8 @@ class AxisGroups(dict[str, ProcessGroup]):
     def make(
         cls, sizes: ParallelSizes, rank: int, *, experts: bool, sequence_parallel: bool, inner: Mapping[str, int]
     ) -> AxisGroups:
-        """Make the groups. A collective: all ranks of the world make them in one order. `inner` says of axes with two
-        levels, in the same order everywhere, how many ranks the inner level has; a level of one rank has no group."""
+        """Make the groups. A collective: all ranks of the world make them in one order. `inner` has the number of ranks
+        in the inner level of axes with two levels, in the same order everywhere; a level of one rank has no group."""
         grid = RankGrid(sizes)
         named = axes_with_groups(sizes, experts=experts)
         groups = cls({axes: make_group(grid.groups(*axes.split("-"))) for axes in named})
@@ -46,12 +46,12 @@ class AxisGroups(dict[str, ProcessGroup]):
 
     @property
     def world(self) -> list[ProcessGroup]:
-        """The groups along the axes that make up the world: a gather over one after another reaches every rank."""
+        """The groups along the axes that make up the world: gathering over one after another reaches every rank."""
         return self._present("pp", "dp", "cp", "tp")
 
     @property
     def split(self) -> TensorParallel | None:
-        """The ranks that divide weights with this one."""
+        """The ranks that divide weights with this one; None if tp is 1."""
         group = self.get("tp")
         return None if group is None else TensorParallel(group, sequence=self.sequence_parallel)
 
@@ -67,7 +67,7 @@ class AxisGroups(dict[str, ProcessGroup]):
         return SharedTokens([group for group in groups if group.size() > 1])
 
     def exchanges(self, cp_comm_type: str | Iterable[str]) -> dict[str, list[str]]:
-        """Axis -> how its ranks exchange something other than by collectives (`reach/first_contact.py`)."""
+        """Axis -> the exchanges of its ranks other than collectives (`reach/first_contact.py`)."""
         ways = {cp_comm_type} if isinstance(cp_comm_type, str) else set(cp_comm_type)
         exchanges: dict[str, list[str]] = {
             "ep": ["all to all"],

@@ -3,14 +3,14 @@
 How a block of queries attends to a block of keys (`model/block_attention.py`), and how whole sequences attend, are
 parameters. Megatron's `cp_comm_type` names the ways, each an `Attend` of `model/attention.py` to a rank's part of rows:
 
-* `p2p` (`RingAttention`): keys and values travel round; each hop runs beside the blocks of what is at hand.
-* `all_gather` (`GatherAttention`): they are gathered once, beside the blocks of the rank's own.
+* `p2p` (`RingAttention`): keys and values travel round; each hop runs beside the blocks of those at hand.
+* `all_gather` (`GatherAttention`): keys and values are gathered once, beside the blocks of the rank's own.
 * `a2a` (`HeadExchange`): an all-to-all gives each rank whole sequences of some heads.
 * `a2a+p2p`: a HeadExchange within groups of neighbours, around a RingAttention between these groups.
 
-For the first two, blocks' results are merged by their log-sums, and a block's backward takes the merged ones (decision
-42). Saved for the backward are a rank's own queries, keys, values, result and log-sums; keys and values of other ranks
-come again. Gradients of keys and values are added up, and travel, in the dtype of these.
+For the first two, blocks' results are merged by their log-sums, and a block's backward uses the merged ones (decision
+42). A rank saves for the backward its own queries, keys, values, result and log-sums; other ranks' keys and values are
+sent again. Gradients of keys and values are summed and sent in the dtype of keys and values.
 
 Every rank of a group makes the same exchanges in the same order, whatever its documents are; the group has no others.
 On CUDA, NCCL runs them on its stream of the group: `wait` makes the current stream wait, never the host, and each
@@ -58,17 +58,17 @@ class BlockGroup(NamedTuple):
     keys_values: Tensor
     """[b, groups, tokens, width + values' width]."""
     documents: Lengths | None = None
-    """For a kernel that takes several documents in one call: all documents of the one block."""
+    """All documents of the single block, for a kernel that takes several documents in one call."""
     halves: Halves | None = None
-    """The rank whose halves `keys_values` are; None if they are of whole sequences."""
+    """The rank whose halves `keys_values` have; None for whole sequences."""
 
 
 Gradients = list[tuple[VisibleBlock, Tensor, Tensor]]
-"""Gradients of the keys and of the values that a part used, by block. Whoever adds them empties the list."""
+"""Gradients of the keys and of the values that a part used, by block. The function that adds them empties the list."""
 
 
 def _start_hop(sent: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of the group; returns what waits for the tensor of the rank before."""
+    """Send a tensor to the next rank of the group; returns a function that waits for the previous rank's tensor."""
     starting(group)
     works, arriving = send_round(sent, group)
 
@@ -105,16 +105,17 @@ class _Blockwise:
         return out
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
-        """All that this rank's queries see, its own keys first. Each part's exchange starts before the part ahead."""
+        """Everything that this rank's queries see, its own keys first. Each part's exchange starts before the previous
+        part."""
         raise NotImplementedError
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
         """The gradients of the rank's own keys and values, of all ranks, in the memory of `own` (zeros); `parts` are
-        those of each of `parts`, in order."""
+        the gradients of each of `self.parts`, in order."""
         raise NotImplementedError
 
     def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None, *, apart: bool) -> BlockGroup:
-        """A rank's own tokens; `apart` looks at its halves as rows of their own."""
+        """The group of a rank's own tokens; with `apart` its halves count as separate rows."""
         halves = self._halves(keys_values)
         own = own_lengths(self._lengths(keys_values, lengths), halves, apart=apart)
         if lengths is not None and drops is None and self.kernel.joins_documents:
@@ -125,7 +126,7 @@ class _Blockwise:
     def kernels(
         self, q: Tensor, part: BlockGroup, drops: Dropped | None
     ) -> Callable[[VisibleBlock], BlockAttention | DroppedBlock]:
-        """The kernel of each of a part's blocks: one for all, unless probabilities are dropped."""
+        """A function from a part's block to its kernel: one kernel for all, unless probabilities are dropped."""
         if drops is None:
             return lambda _: self.kernel
         queries, whole = own_positions(self._halves(q), q.device), part.keys_values.shape[2]
@@ -133,7 +134,7 @@ class _Blockwise:
         return lambda block: drops.at(block.rows, queries[block.queries], seen[block.keys])
 
     def _lengths(self, keys_values: Tensor, lengths: Lengths | None) -> Lengths:
-        """A row without documents is one."""
+        """The lengths of documents; a row without documents counts as one."""
         return ((self._halves(keys_values).length,),) * keys_values.shape[0] if lengths is None else lengths
 
     def _halves(self, keys_values: Tensor) -> Halves:
@@ -141,8 +142,8 @@ class _Blockwise:
 
 
 class RingAttention(_Blockwise):
-    """Keys and values travel round the ring in forward and backward, each hop beside the blocks of the part before;
-    their gradients follow, to their owner, beside the blocks of the part after."""
+    """Keys and values travel round the ring in forward and backward, each hop beside the previous part's blocks; their
+    gradients follow, to the owner, beside the next part's blocks."""
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
         """Yield this rank's keys and values, then those of each other rank, going backwards through the ring."""
@@ -159,8 +160,7 @@ class RingAttention(_Blockwise):
         yield part
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """Gradients follow the keys and values that they are of, one hop behind, and get every rank's share on the
-        way."""
+        """The gradients follow their keys and values one hop behind, and get every rank's share on the way."""
         hop = None
         _add(own, next(parts))
         for part in parts:
@@ -179,18 +179,18 @@ class GatherAttention(_Blockwise):
     their gradients are summed and scattered."""
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
-        """Its own keys and values, half by half, then all that stand before each half."""
+        """Yield its own keys and values, half by half, then all that come before each half."""
         gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
         starting(self.group)
         work = all_gather(gathered[0].view(-1), keys_values.view(-1), group=self.group, async_op=True)
         yield self._own(keys_values, lengths, drops, apart=True)
         work.wait()
         blocks = gathered_blocks(self._lengths(keys_values, lengths), self._halves(keys_values))
-        del keys_values, work  # from here on only whoever computes the part holds what it sees
+        del keys_values, work  # from here on only the part's computation holds these
         yield BlockGroup(blocks, to_whole(gathered.pop(), 2))
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """The gradients of all ranks' keys and values at once, by a reduce_scatter."""
+        """Sum the gradients of all ranks' keys and values by one reduce_scatter."""
         b, groups, s, width = own.shape
         _add(own, next(parts))
         for part in parts:
@@ -207,8 +207,8 @@ class GatherAttention(_Blockwise):
 
 
 class HeadExchange:
-    """Each rank gets whole sequences of some heads, `attend`s to them, and gives each rank its halves back. If the
-    groups are not a multiple of the ranks, they are repeated until they are."""
+    """Each rank gets whole sequences of some heads, `attend`s to them, and sends each rank its halves back. If the
+    number of groups is no multiple of the ranks, groups are repeated until it is."""
 
     def __init__(self, group: dist.ProcessGroup, attend: Attend) -> None:
         self.group, self.attend = group, attend
@@ -247,8 +247,8 @@ def context_attention(
     attend: Attend,
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> Attend:
-    """The way of this `cp_comm_type`. `attend` is for whole sequences; `levels` of `a2a+p2p` are the groups of the
-    exchange of heads and of the ring that hold this rank (`topology.levels`). Raises KeyError for another kind."""
+    """The attention of this `cp_comm_type`. `attend` is for whole sequences; `levels` of `a2a+p2p` are the groups of
+    the exchange of heads and of the ring that hold this rank (`topology.levels`). Raises KeyError for another kind."""
     if kind == "a2a+p2p":
         assert levels is not None
         return HeadExchange(levels[0], RingAttention(levels[1], kernel))
@@ -274,11 +274,11 @@ class _BlockwiseAttention(torch.autograd.Function):
         scale: float,
         drops: Dropped | None,
     ) -> Tensor:
-        wide = wide_dtype(q.dtype)
+        sums_dtype = wide_dtype(q.dtype)
         b, heads, s, _ = q.shape
         # Strides of [b, s, heads, width], so that heads lie side by side without a copy.
-        merged = q.new_empty(b, s, heads, v.shape[-1], dtype=wide).transpose(1, 2)
-        log_sums = q.new_empty(b, heads, s, dtype=wide)
+        merged = q.new_empty(b, s, heads, v.shape[-1], dtype=sums_dtype).transpose(1, 2)
+        log_sums = q.new_empty(b, heads, s, dtype=sums_dtype)
         for part in way.parts(torch.cat((k, v), -1), lengths, drops):
             keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
             kernel = way.kernels(q, part, drops)
@@ -297,7 +297,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Looked at once: each look unpacks what recomputation or offloading have packed.
+        # Read once: each access unpacks tensors that recomputation or offloading have packed.
         saved = q, k, v, _, log_sums = ctx.saved_tensors
         of_queries, widths = torch.zeros_like(q, dtype=log_sums.dtype), (k.shape[-1], v.shape[-1])
         own = k.new_zeros(*k.shape[:-1], sum(widths))
@@ -306,7 +306,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], gradient: Tensor, of_queries: Tensor) -> Iterator[Gradients]:
-    """For each part what its blocks give to their keys and values; what they give to queries is added."""
+    """Yield for each part its blocks' gradients of keys and values; add queries' gradients to `of_queries`."""
     q, k, v, out, log_sums = saved
     for part in ctx.way.parts(torch.cat((k, v), -1), ctx.lengths, ctx.drops):
         keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
@@ -333,8 +333,8 @@ def _add(sums: Tensor, gradients: Gradients) -> None:
 
 
 def _merge(merged: Tensor, log_sums: Tensor, out: Tensor, log_sum: Tensor, *, first: bool) -> None:
-    """Merge a block's result into the result of the blocks before, in place. A rank's own keys come `first`, for all
-    its queries, so that no log-sum is ever that of nothing."""
+    """Merge a block's result into the previous blocks' result, in place. A rank's own keys come `first`, for all its
+    queries, so that no log-sum is ever empty."""
     if first:
         merged.copy_(out)
         log_sums.copy_(log_sum)

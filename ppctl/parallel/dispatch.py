@@ -1,12 +1,12 @@
 """Expert parallelism: rows travel to the ranks that hold their experts, and their results travel back.
 
 Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange
-after the same actions. Groups of their own keep exchanges apart from reductions that run beside the pipeline. Counts
-are under way while rows are sorted, if these go straight to their experts.
+after the same actions. Separate groups keep exchanges apart from reductions that run beside the pipeline. Without
+nodes, counts are under way while rows are sorted.
 
 For experts on several nodes a row goes to each node once, and comes back as one sum for each run. The ranks of an
-`outer` group have the same place on every node, so that each sends and receives all that its own rows have to do with
-other nodes; which rank of a node has an expert does not matter for these copies.
+`outer` group have the same place on every node, and each exchanges its own rows with the other nodes; which rank of a
+node has an expert does not matter for these copies.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertExchange:
-    """Sends rows to their experts and the results back. Each rank of the ep group holds as many consecutive experts,
-    and an expert gets every row that is routed to it.
+    """Sends rows to their experts and the results back. Each rank of the ep group holds equally many consecutive
+    experts, and an expert gets every row routed to it.
 
     Rows go straight to the ranks with their experts. If `groups` has the axis `ep-outer`, a row goes first to the rank
     in this rank's place on each node that holds one of its experts, and from there on within `ep-inner`. Results come
-    back the same way, and are summed in the model's own order (`ExpertRuns`): both ways have the bits of one process.
-    Counts of all that is exchanged travel ahead, once. The ranks of the etp group divide every expert: between the
-    exchanges each gathers the rows of all of them, and the results of its own rows are summed. A group may be missing.
+    back the same way, and are summed in the model's own order (`ExpertRuns`): both have the bits of one process. Counts
+    of all rows are sent once, ahead. The ranks of the etp group divide every expert: between the exchanges each gathers
+    the rows of all of them, and the results of its own rows are summed. A group may be missing.
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], model: ModelConfig) -> None:
@@ -48,7 +48,7 @@ class ExpertExchange:
 
     def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
         """The sums [t, h] over each row's experts, `chosen` [t, K] in ascending order with `weights` [t, K]. `counts`
-        [E] (int64) says how many rows each has; `experts` takes rows by expert, their weights, and the counts."""
+        [E] (int64) is each expert's number of rows; `experts` takes rows by expert, their weights, and the counts."""
         way = self._straight if self.outer is None else self._by_node
         return way(rows, chosen, weights, counts, experts)
 
@@ -65,8 +65,8 @@ class ExpertExchange:
         return summed(self._at_experts(going, experts, self.group, arriving, sends, receives, shared), copies)
 
     def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
-        """Send each row once to every node with some of its experts, distribute it there, and sum what comes back."""
-        assert self.group is not None and self.outer is not None  # one is divided by the other
+        """Send each row once to every node with some of its experts, distribute it there, and sum the returned rows."""
+        assert self.group is not None and self.outer is not None  # set with nodes
         nodes, place = self.outer.size(), 0 if self.inner is None else self.inner.rank()
         own = len(counts) // nodes
         runs = runs_on_nodes(chosen, own, self.runs.size, nodes)
@@ -76,11 +76,11 @@ class ExpertExchange:
         received = torch.empty_like(every)
         start_exchange(received, every, self.group).wait()
         received = received.view(nodes, -1, own + 2)  # [node, place of the sender, numbers]
-        here = received[:, place]  # what goes through this rank
-        onward = here[:, :own].sum(0).view(received.shape[1], -1)  # [place, expert there]
+        passing = received[:, place]  # rows that go through this rank
+        onward = passing[:, :own].sum(0).view(received.shape[1], -1)  # [place, expert there]
         ours = received[:, :, place * onward.shape[1] : (place + 1) * onward.shape[1]]
         arriving = self._of_all(ours.permute(1, 2, 0))
-        hops = sent[:, -2], here[:, -2], here[:, -1], sent[:, -1], onward.sum(1), ours.sum((0, 2))
+        hops = sent[:, -2], passing[:, -2], passing[:, -1], sent[:, -1], onward.sum(1), ours.sum((0, 2))
         *hop, sends, receives, shared = self.sizes(*hops, arriving.sum((1, 2, 3)))
         copies, weighed = across_nodes(chosen, weights, runs, self.runs.size, sum(sends), self.outer, hop)
         going = [copied(rows, copies), weighed]
@@ -96,13 +96,13 @@ class ExpertExchange:
     ) -> Tensor:
         """The results of rows (by expert) and their weights, in order of the rows, over the ranks of `group`.
 
-        `arriving` [etp rank, sender, expert here, node] says how many come, in this order; `sizes` how many are sent to
-        each rank, come from each, and are at each etp rank. At the experts, rows of one are in order of their etp rank,
-        then of their node and sender, then as sent.
+        `arriving` [etp rank, sender, expert here, node] says how many rows come, in this order; `sizes` how many are
+        sent to each rank, come from each, and are at each etp rank. At the experts, rows of one expert are in order of
+        their etp rank, then of node and sender, then as sent.
         """
         sends, receives, shared = sizes
         going, weighed = rows
-        rows.clear()  # no gradient needs what was sent, nor what came before it is sorted
+        rows.clear()  # no gradient needs sent rows, nor arrived rows before sorting
         if group is not None:
             going, weighed = all_to_all(group, sends, receives, going, weighed)
         if self.etp_group is not None:
@@ -124,13 +124,13 @@ class ExpertExchange:
         return done if group is None else all_to_all(group, receives, sends, done)[0]
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
-        """Numbers of rows, on the host: the one place of a layer where the host waits for the device, since buffers and
-        messages need sizes."""
+        """Numbers of rows, on the host: the only place in a layer where the host waits for the device, since buffers
+        and messages need sizes."""
         every = iter(torch.cat(numbers).tolist())
         return [list(islice(every, len(each))) for each in numbers]
 
     def _of_all(self, arriving: Tensor) -> Tensor:
-        """The rows that arrive at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
+        """The numbers of rows that arrive at each rank with a part of the same experts, [etp rank, *arriving]."""
         if self.etp_group is None:
             return arriving[None]
         everyone = arriving.new_empty(self.etp_group.size(), *arriving.shape)
@@ -160,13 +160,13 @@ class _Share(torch.autograd.Function):
 
 
 def _gather_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Gathers rows with an all_to_all, because a gather needs equally many rows on every rank."""
+    """Gather rows by an all_to_all, because a gather needs equally many rows on every rank."""
     own = [len(rows)] * len(shared)
     return exchange(group, own, shared, rows.repeat(len(shared), 1))[0]
 
 
 def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Summed in order of the ranks, in the dtype of the rows."""
+    """Sum rows in order of the ranks, in the dtype of the rows."""
     own = shared[group.rank()]
     (parts,) = exchange(group, shared, [own] * len(shared), rows)
     total, *others = parts.split(own) if own else [parts]
@@ -176,11 +176,12 @@ def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> 
 
 
 Hop = Sequence[list[int]]
-"""How many rows go to each node, and come from it; how many sums go back, and come back."""
+"""(rows to each node, rows from each, sums to each, sums from each)."""
 
 
 def runs_on_nodes(numbers: Tensor, experts: int, run: int, nodes: int) -> Tensor:
-    """[nodes, t, runs of a node] which runs hold some of each row's experts, `numbers` [t, K]; a node has `experts`."""
+    """[nodes, t, runs of a node]: which runs hold some of each row's experts, `numbers` [t, K]; a node has `experts`
+    experts."""
     every = torch.arange(nodes * experts // run, device=numbers.device)
     runs: Tensor = (numbers[..., None] // run == every).any(1)
     by_node: Tensor = runs.unflatten(1, (nodes, -1))
@@ -193,25 +194,25 @@ class NodeCopies(NamedTuple):
     there: Tensor
     """For each copy that is sent, by node, the number of its row."""
     rows: Tensor
-    """[n] the row that arrived, for each copy."""
+    """[n] the number of each copy's arrived row."""
     places: Tensor
-    """[n] the copies, of one row together."""
+    """[n] the copies, a row's copies together."""
     starts: Tensor
-    """Where the sum of each run of each row that arrived starts among these."""
+    """Where the sum of each run of each arrived row starts among these."""
     back_places: Tensor
-    """The sums that come back, of one row together."""
+    """The returned sums, a row's sums together."""
     back_starts: Tensor
-    """[t] where a row's own start among these."""
+    """[t] where each row's sums start among these."""
     group: dist.ProcessGroup
     hop: Hop
 
     def down(self, rows: Tensor) -> Tensor:
-        """The copies here of what all nodes sent, of this rank's rows [t, h]."""
+        """Exchange this rank's rows [t, h]; returns the copies here of all nodes' rows."""
         (arrived,) = exchange(self.group, self.hop[0], self.hop[1], rows.index_select(0, self.there))
         return arrived.index_select(0, self.rows)
 
     def up(self, copies: Tensor) -> Tensor:
-        """The sums of this rank's rows [t, h], of the copies that are here."""
+        """Sum the copies here, exchange the sums; returns the sums [t, h] of this rank's rows."""
         (back,) = exchange(self.group, self.hop[2], self.hop[3], sums(copies, self.places, self.starts))
         return sums(back, self.back_places, self.back_starts)
 
@@ -219,10 +220,9 @@ class NodeCopies(NamedTuple):
 def across_nodes(
     numbers: Tensor, weights: Tensor, runs: Tensor, run: int, copies: int, group: dist.ProcessGroup, hop: Hop
 ) -> tuple[NodeCopies, Tensor]:
-    """The copies here, `copies` of them, and a weight [n, 1] for each: of rows with experts `numbers` [t, K] and
-    `weights` [t, K], which are in `runs` of `run` experts.
-
-    A row's experts travel ahead of it with their weights, so that this rank knows which copies it is to make.
+    """(the `copies` copies here, a weight [n, 1] for each) of rows with experts `numbers` [t, K] and `weights` [t, K],
+    which are in `runs` of `run` experts. A row's experts and weights are sent ahead of it, so that this rank knows
+    which copies to make.
     """
     (sends, receives, back_sends, back_receives), (tokens, topk) = hop, numbers.shape
     experts = runs.shape[2] * run
@@ -235,10 +235,10 @@ def across_nodes(
     (weighed,) = all_to_all(group, sends, receives, weights.index_select(0, there), small=True)
     under_way.wait()
     by_expert = chosen.flatten().argsort(stable=True)
-    order = by_expert[:copies]  # after these are experts of other nodes
-    here, number = chosen < experts, chosen // run
-    first = here & torch.cat((here[:, :1], number.diff(dim=1) != 0), 1)
-    together = set_places(here, copies)
+    order = by_expert[:copies]  # then come experts of other nodes
+    local, number = chosen < experts, chosen // run
+    first = local & torch.cat((local[:, :1], number.diff(dim=1) != 0), 1)
+    together = set_places(local, copies)
     starts = set_places(first.flatten().index_select(0, together), sum(back_sends))
     # Sums come back by node, then by row; and are added up by row, then by node and run.
     arriving = runs.flatten().cumsum(0).view(runs.shape).transpose(0, 1) - 1

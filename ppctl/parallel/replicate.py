@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 class GradientReducer:
     """Sums the gradients of a stage over the ranks that hold it, in flat buckets of one dtype.
 
-    `stages` maps a stage to its parameters (the masters), in an order that is the same on all ranks. Those among
+    `stages` maps a stage to its parameters (the masters), in an order that is the same on all ranks. Parameters in
     `experts` are held by fewer ranks, and summed over `expert_group`. A group of None (a single rank) sums nothing.
     """
 
@@ -62,7 +62,8 @@ class GradientReducer:
 
 
 def start_sums(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start summing gradients over the group, in buckets; returns what to wait for. Until then they are undefined."""
+    """Start summing gradients over the group, in buckets; returns the works to wait for. Until then gradients are
+    undefined."""
     works = []
     for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
         flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket])  # all bring the same buckets
@@ -81,7 +82,7 @@ def _flat(gradients: list[torch.Tensor]) -> torch.Tensor:
 def buckets(
     items: Iterable[Item], elements: Callable[[Item], int], kind: Callable[[Item], Hashable], limit: int
 ) -> Iterator[list[Item]]:
-    """Neighbours of one kind, as many as fit into `limit` elements; a larger item is a bucket of its own."""
+    """Yield neighbouring items of a kind in groups of at most `limit` elements; a larger item is its own bucket."""
     bucket: list[Item] = []
     total = 0
     for item in items:

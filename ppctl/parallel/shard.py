@@ -1,9 +1,9 @@
-"""Tensors divided over a process group: sums go to whoever has each part, and whole tensors come from all parts.
+"""Tensors divided over a process group: sums go to the owner of each part, and whole tensors come from all parts.
 
 In equal parts a tensor is read flat, padded to a multiple of the group's size n, and cut into n runs, of which rank r
-holds the r-th: a reduce-scatter and an all-gather. Or each run belongs to one rank, of any length: one `reduce` to
-every owner and one `broadcast` from it, in the order of ranks, which together move what the other two move, without
-padding. Every rank of the group makes the same calls.
+holds the r-th: a reduce-scatter and an all-gather. Or each run, of any length, belongs to one rank: one `reduce` to
+every owner and one `broadcast` from it, in the order of ranks, which together send as much, without padding. Every rank
+of the group makes the same calls.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 Sums = Callable[[], list[Tensor]]
-"""Waits for sums that are being computed; returns for each tensor, flat, the sum of what this rank has of it."""
+"""A function that waits for sums; returns for each tensor the sum of this rank's part, flat."""
 Wholes = Callable[[Iterable[Tensor]], None]
-"""Waits for whole tensors that are on their way, and fills these with them, one after the other."""
+"""A function that waits for whole tensors, and copies them into its arguments, one after the other."""
 
 
 def width(tensor: Tensor, size: int) -> int:
@@ -39,8 +39,8 @@ def part_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def run_of(tensor: Tensor, group: dist.ProcessGroup) -> range:
     """The elements of the flat tensor that are this rank's part, without padding."""
-    wide, count = width(tensor, group.size()), tensor.numel()
-    return range(min(group.rank() * wide, count), min((group.rank() + 1) * wide, count))
+    elements, count = width(tensor, group.size()), tensor.numel()
+    return range(min(group.rank() * elements, count), min((group.rank() + 1) * elements, count))
 
 
 def scatter_sums(
@@ -50,13 +50,13 @@ def scatter_sums(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Sums:
-    """Start summing tensors of one dtype over the group; of each, a rank's part has as many elements as `widths` says.
-    Tensors are asked for one by one, and may be freed or overwritten once the next one is."""
+    """Start summing tensors of one dtype over the group; `widths` are the elements of a rank's part of each. Tensors
+    are read one by one, and may be freed or overwritten once the next one is read."""
     flat = torch.empty(group.size(), sum(widths), dtype=dtype, device=device)
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
         _cut(tensor, rows)
     own, on_cpu = flat.new_empty(flat.shape[1]), flat.device.type == "cpu"
-    if on_cpu:  # gloo would sum all of it in any case, in a copy of its own
+    if on_cpu:  # gloo would also sum all of it, in a copy
         work = dist.all_reduce(flat, group=group, async_op=True)
     else:
         work = reduce_scatter(own, flat.view(-1), group=group, async_op=True)
@@ -71,7 +71,7 @@ def scatter_sums(
 
 
 def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Wholes:
-    """Start making tensors whole from the parts that the ranks hold, rounded to `dtype` before they travel."""
+    """Start making tensors whole from the ranks' parts, rounded to `dtype` before they are sent."""
     own = torch.cat([part.to(dtype) for part in parts])
     flat = own.new_empty(group.size(), own.numel())
     work = all_gather(flat.view(-1), own, group=group, async_op=True)
@@ -87,16 +87,16 @@ def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.Proces
 
 def _cut(tensor: Tensor, rows: Tensor) -> None:
     """Write the parts of all ranks into `rows` [size, width], padded with zeros."""
-    flat, wide = tensor.reshape(-1), rows.shape[1]
-    full, rest = divmod(flat.numel(), wide)
-    rows[:full] = flat[: full * wide].view(full, wide)
+    flat, columns = tensor.reshape(-1), rows.shape[1]
+    full, rest = divmod(flat.numel(), columns)
+    rows[:full] = flat[: full * columns].view(full, columns)
     if full < len(rows):
         rows[full:] = 0
-        rows[full, :rest] = flat[full * wide :]
+        rows[full, :rest] = flat[full * columns :]
 
 
 Runs = Mapping[int, range]
-"""Rank of the group -> the elements of a tensor, read flat, that it owns; a rank that owns none is not there."""
+"""Rank of the group -> the elements of a tensor, read flat, that it owns; ranks that own none are left out."""
 
 
 def reduce_sums(
@@ -106,8 +106,8 @@ def reduce_sums(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Sums:
-    """Start summing tensors of one dtype over the group, each run on the rank that owns it. They are asked for one by
-    one, and may be freed or overwritten as soon as the next one is."""
+    """Start summing tensors of one dtype over the group, each run on the rank that owns it. Tensors are read one by
+    one, and may be freed or overwritten once the next one is read."""
     flats = _flats(runs, dtype, device)
     taken = dict.fromkeys(flats, 0)
     for tensor, owned in zip(tensors, runs, strict=True):
@@ -129,7 +129,7 @@ def reduce_sums(
 def start_sending(
     parts: Sequence[Tensor], runs: Sequence[Runs], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Wholes:
-    """Start making tensors whole from what their owners hold, rounded to `dtype` before it travels."""
+    """Start making tensors whole from their owners' parts, rounded to `dtype` before they are sent."""
     flats = _flats(runs, dtype, parts[0].device)
     if group.rank() in flats:
         torch.cat([part.to(dtype) for part in parts], out=flats[group.rank()])
@@ -155,7 +155,7 @@ def own_run(runs: Runs, group: dist.ProcessGroup) -> range:
 
 
 def _flats(runs: Sequence[Runs], dtype: torch.dtype, device: torch.device | None) -> dict[int, Tensor]:
-    """Memory for what each owner has of all tensors, in the order of ranks."""
+    """Owner -> memory for its parts of all tensors, in the order of ranks."""
     owners = sorted({rank for owned in runs for rank in owned})
     elements = {rank: sum(len(owned.get(rank, ())) for owned in runs) for rank in owners}
     return {rank: torch.empty(size, dtype=dtype, device=device) for rank, size in elements.items()}

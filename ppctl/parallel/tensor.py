@@ -1,7 +1,7 @@
 """The exchanges of ranks that divide weights: tokens gathered and summed, and small sums (`model/split.py`).
 
-Each is started and waited for later: on a GPU it runs on the group's own stream beside what is computed meanwhile, and
-the host never waits.
+Each is started, and waited for later: on a GPU it runs on the group's own stream beside computation, and the host never
+waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class TensorParallel:
         self.sequence = sequence
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """All tokens [b, s, ...] of the own [b, s / size, ...]; x itself if every rank has all of them."""
+        """Start gathering all tokens [b, s, ...] from x [b, s / size, ...]; returns the function that waits for them (x
+        itself if every rank has all tokens)."""
         if not self.sequence:
             return lambda: x
         own, rows = x.contiguous(), x.new_empty(self.size, *x.shape)
@@ -40,7 +41,8 @@ class TensorParallel:
         return gathered
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """The sum over ranks of x [b, s, ...]: of the own tokens [b, s / size, ...], or of all, in the memory of x."""
+        """Start the sum over ranks of x [b, s, ...]; returns the function that waits for it: the own tokens [b, s /
+        size, ...], or all, in the memory of x."""
         starting(self.group)
         if not self.sequence:
             total = rows = x.contiguous()
@@ -88,7 +90,7 @@ class SharedTokens:
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Give whole parameters, of whose gradients every rank has a part, the sums over the ranks; once a step."""
+    """Replace the partial gradients that every rank has of whole parameters by the sums over the ranks; once a step."""
     for work in start_sums(parameters, group):
         work.wait()
 

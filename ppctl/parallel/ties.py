@@ -37,9 +37,9 @@ def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequenc
 class TiedGradients:
     """Gives every use of a shared parameter the sum over all its uses.
 
-    `uses` are in canonical order and the same on every rank; `rank` is this one. All ranks of the pipeline make it; in
-    sums a rank that holds no use takes no part. The sum is ((first + second) + third), wherever the uses are, so its
-    bits do not depend on the cut.
+    `uses` are in canonical order and equal on every rank; `rank` is this rank. All ranks of the pipeline construct it;
+    ranks without a use take no part in sums. The sum is ((first + second) + third), wherever the uses are, so its bits
+    do not depend on the cut.
     """
 
     def __init__(self, uses: Sequence[TiedUse], masters: Mapping[str, nn.Parameter], rank: int) -> None:
@@ -48,9 +48,8 @@ class TiedGradients:
         ranks = sorted({use.rank for use in uses})
         self.group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            # A rank without a use makes a group of its own: torch names a group by how many a rank has made, and the
-            # next
-            # one that all of them make would have two names.
+            # A rank without a use makes a group of its own: torch names groups by how many a rank has made, and the
+            # ranks' next common group would have two names.
             group = make_group([tuple(ranks) if self.own else (rank,)])
             self.group = group if self.own else None
 
@@ -66,7 +65,7 @@ class TiedGradients:
             part = torch.zeros_like(some) if gradient is None else gradient.contiguous()
             if self.group is not None:
                 dist.broadcast(part, src=use.rank, group=self.group)
-            # Into the first one's memory: a gradient that was sent is needed no more.
+            # Into the first gradient's memory: a sent gradient is not needed any more.
             total = part if total is None else total.add_(part)
         for number, parameter in enumerate(self.own.values()):
             parameter.grad = total.clone() if number and total is not None else total

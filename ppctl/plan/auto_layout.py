@@ -32,7 +32,7 @@ def balanced_cut(
     sizes: ParallelSizes,
     measured: Profile | None = None,
 ) -> LayoutCut:
-    """The best layout of as many stages as `cut` has, with what it was compared with."""
+    """The best layout with as many stages as `cut`, and the equation that compares it with others."""
     config, model = values.config, values.config.model
     mtp, known = model.mtp_num_layers or 0, dict[Hashable, StagePrice]()
     last = len(cut.layout.stages) - 1
@@ -79,16 +79,16 @@ def _equation(result: SearchResult, mtp: int, batch: BatchSplit) -> str:
 
 ALLOWANCE = 2_000_000
 """Actions that one search may simulate: two to three seconds. Finalists of long steps are as many actions again, and
-looking once at all neighbours of a layout of 128 stages takes a second more."""
+scoring all neighbours of a layout of 128 stages takes a further second."""
 
 NEIGHBOURS = 24
-"""How many neighbours of the best layout are simulated before it is taken for a minimum."""
+"""How many neighbours of the best layout are simulated before it counts as a minimum."""
 
 _PATIENCE = 4
 """How many layouts, the best first, may have no better neighbour before the search ends."""
 
 _FINALISTS = 6
-"""How many of the best are simulated with all their microbatches in the end."""
+"""How many of the best layouts are simulated with all microbatches in the end."""
 
 _SETTLED = 2
 """Rounds of the pipeline after which every further microbatch takes as long as the slowest rank."""
@@ -96,18 +96,18 @@ _SETTLED = 2
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A candidate and what it comes to."""
+    """A candidate with its simulated seconds and bytes."""
 
     candidate: Candidate
     step_time: float
-    """Seconds."""
+    """Seconds of the step."""
     peak: int
     """Bytes on the device of the fullest pp_rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best layout, the next best, the even split beside it, and how many were simulated."""
+    """The best layout, the next best, the even split, and the number of simulated layouts."""
 
     best: Simulated
     runner_up: Simulated | None
@@ -116,7 +116,7 @@ class SearchResult:
 
 
 class LayoutSearch:
-    """A search. Of `stages` only the places count; `schedule` may be lowered; if nothing fits into `limit` bytes of a
+    """A search. Of `stages` only the places count; `schedule` may be lowered; if no layout fits into `limit` bytes of a
     device, the best exceeds it least."""
 
     def __init__(
@@ -160,7 +160,7 @@ class LayoutSearch:
                     self.simulated(candidate)
             fruitless = 0 if self.best() != before else fruitless + 1
         ranked = sorted(self.results.values(), key=self.order)
-        # Fewer are simulated in full if steps are very long, but two.
+        # If steps are very long, only two are simulated in full.
         finalists = max(2, min(_FINALISTS, ALLOWANCE // 2 // sum(map(len, self.schedule.actions))))
         final = sorted(map(self.in_full, ranked[:finalists]), key=self.order)
         return SearchResult(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
@@ -175,11 +175,12 @@ class LayoutSearch:
         return (self.scores.excess(simulated.peak), simulated.step_time, simulated.peak, simulated.candidate)
 
     def best(self) -> Simulated:
-        """The best of what was simulated."""
+        """The best simulated candidate."""
         return min(self.results.values(), key=self.order)
 
     def descended(self, candidate: Candidate) -> Candidate:
-        """The local minimum of the score, reached by layers that leave the slowest rank, stage or fullest device."""
+        """The local minimum of the score that is reached by moving layers from the slowest rank or stage or the fullest
+        device."""
         score = self.scores.score(candidate)
         while True:
             moves = self.space.moves(candidate, self.scores.burdened(candidate))
@@ -189,14 +190,14 @@ class LayoutSearch:
             candidate, score = best, better
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The most promising by score, and by how even the stages are: in a short step that counts for more."""
+        """The most promising neighbours by score, and by the stages' evenness, which counts more in a short step."""
         fresh = [self.scores.promise(move) for move in self.space.moves(candidate) if move not in self.results]
         by_score = sorted(fresh)[: NEIGHBOURS // 2]
         by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]
         return [move for _, move in dict.fromkeys((*by_score, *by_spread))]
 
     def simulated(self, candidate: Candidate) -> Simulated:
-        """The step simulated, with microbatches beyond the settled ones at the slowest rank's pace."""
+        """The candidate with its step simulated, microbatches beyond the settled ones at the slowest rank's pace."""
         if candidate not in self.results:
             prices = self.scores.stage_prices(candidate)
             pace = max(self.scores.rank_seconds([cost.seconds for cost, _ in prices]))
@@ -205,7 +206,7 @@ class LayoutSearch:
         return self.results[candidate]
 
     def in_full(self, simulated: Simulated) -> Simulated:
-        """The step simulated with all its microbatches."""
+        """The candidate with its step simulated with all microbatches."""
         if not self.left_out:
             return simulated
         prices = self.scores.stage_prices(simulated.candidate)
@@ -218,7 +219,7 @@ class LayoutSearch:
 
 
 def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
-    """Stages filled to a bound, for every home of the MTP layers; for the last, even shares of the layers, too."""
+    """Candidates with stages filled to a bound, for every stage of the MTP layers; for the last also even shares."""
     last = space.num_stages - 1
     for home in space.homes:
         counted: list[Sequence[int]] = [_filled(space, scores, home)]
@@ -230,7 +231,7 @@ def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
 
 
 def _filled(space: Space, scores: Scores, home: int) -> list[int]:
-    """The least bound on a stage's time under which stages filled one after another hold all layers."""
+    """Layers per stage for the least bound on a stage's time at which stages, filled in turn, hold all layers."""
     low, high = 0.0, sum(scores.seconds(1, i, 1) for i in range(space.num_layers))
     high += scores.seconds(space.num_stages - 1)
     for _ in range(40):
@@ -247,7 +248,7 @@ def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[in
     first, counts = 0, []
     for stage in range(space.num_stages):
         count = 0
-        # After the MTP layers no decoder layer may stand.
+        # No decoder layer may come after the MTP layers.
         while first + count < space.num_layers and not 0 <= home < stage:
             if scores.seconds(stage, first, count + 1, stage == home) > bound:
                 break
@@ -258,8 +259,8 @@ def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[in
 
 
 def _shortened(schedule: Schedule) -> tuple[Schedule, int]:
-    """The schedule with so few microbatches that it settles only just, and how many were left out. The middle of a step
-    repeats itself: what is left out are whole rounds of the pipeline between its ends."""
+    """(the schedule with just enough microbatches to settle, how many were left out). The middle of a step repeats
+    itself: whole rounds of the pipeline between its ends are left out."""
     pp = schedule.placement.pp
     rounds = (schedule.num_microbatches - 2 * _SETTLED * pp) // pp
     if rounds <= 0:

@@ -1,7 +1,7 @@
-"""From a RunConfig to a Plan: derives its values, makes and proves its schedule, and prices all of it.
+"""From a RunConfig to a Plan: derives values, makes and proves the schedule, and prices everything.
 
-Here are also the lines of a plan on what its stages do: whose code runs, which have forwards alone, how messages
-travel, what waits in host memory.
+Also has the lines of a plan on its stages: whose code runs, which stages have forwards alone, how messages travel, what
+is offloaded.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from ppctl.schedule.simulate import Costs, attempted, bubble_of, computing, time
 def build_plan(config: RunConfig, provenance: Mapping[str, str] | None = None, *, title: str | None = None) -> Plan:
     """Everything that follows from `config`, checked and priced.
 
-    `provenance` maps dotted keys to where their values came from; whether the user set a value is read there. What is
-    wrong but leaves a plan to look at (a schedule that would hang, memory that does not fit) is in `Plan.problems`.
-    Raises ConfigError with all problems if sizes or layout allow no plan.
+    `provenance` maps dotted keys to the sources of their values, which say whether the user set a value. Problems with
+    which a plan is still possible (a schedule that would hang, memory that does not fit) are in `Plan.problems`. Raises
+    ConfigError with all problems if sizes or layout allow no plan.
     """
     return plan_checked(config, provenance or {}, check(config, provenance or {}), title=title)
 
@@ -63,11 +63,11 @@ def plan_checked(
     title: str | None = None,
     before: Plan | None = None,
 ) -> Plan:
-    """`build_plan` for a config that `config.checks` has checked: the `problems` that it reported come first. If a
-    schedule is searched for, that of `before` is taken if it is for the same pipeline."""
+    """`build_plan` for a config that `config.checks` has checked: its `problems` come first. In place of a search for a
+    schedule, the one of the plan `before` is taken if its pipeline is the same."""
     outside = beyond_limits(config)
     if any(is_size(key) for key in outside):
-        raise ConfigError(problems)  # these problems name values from which nothing can be derived
+        raise ConfigError(problems)  # nothing can be derived from the values that these problems name
     values = ConfigValues(within_limits(config) if outside else config, provenance)
     violations: Violations = []
     derivation = derive(values, violations, before=before)
@@ -79,9 +79,8 @@ def plan_checked(
 
 
 def plan_alone(values: ConfigValues) -> Plan | None:
-    """The plan of checked values, whatever memory it needs; None if sizes, layout or schedule allow none. For searches:
-    no remedies are looked for, and the smaller sizes of a batch that grows are left out, which hold no more: either
-    takes longer than the plan."""
+    """The plan of checked values, with any memory; None if sizes, layout or schedule allow none. For searches: without
+    remedies and the smaller sizes of a growing batch, either of which takes longer than the plan."""
     violations = beyond(values)
     derivation = derive(values, violations)
     return None if violations or derivation is None else _assemble(derivation, values.config.log.name, grows=False)
@@ -145,11 +144,11 @@ def _in_words(derivation: Derivation, proof: ProvedSchedule, ranks: Sequence[Ran
 
 
 _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
-"""Costs of the pp_ranks at one size of the batch, and the problems of the schedule there."""
+"""Costs of the pp_ranks at one size of the batch, and the problems of its schedule."""
 
 
 def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
-    """The ramp-up sizes of a batch that grows, each with its schedule, proved as that of the full size is."""
+    """The ramp-up sizes of a growing batch, each with its proved schedule, and their costs and problems."""
     values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
     batches: list[SmallerBatch] = []
     held: list[_OfSize] = []
@@ -176,7 +175,7 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
 
 
 def _run(proof: ProvedSchedule, costs: Costs) -> tuple[Schedule, Execution]:
-    """The schedule as it would run, without messages if these are wrong, and when; never if it hangs."""
+    """(the schedule as it would run, without messages if these are wrong; its execution, empty if it hangs)."""
     schedule = proof.plain if proof.wrong else proof.schedule
     run = attempted(schedule, costs) if proof.wrong or proof.run is None else proof.run
     never: list[list[float]] = [[] for _ in schedule.actions]
@@ -198,7 +197,7 @@ def _judge(values: ConfigValues) -> Judge:
 
 def judged(values: ConfigValues) -> Violations:
     """The problems of values and sizes or, if these are sound, of the memory that they need."""
-    # A search takes seconds, and if the even split fits, it finds a layout that fits.
+    # Without a search, which takes seconds: if the even split fits, so does the layout that it finds.
     violations = beyond(values)
     derivation = derive(values, violations, search=False)
     if violations or derivation is None:
@@ -206,7 +205,7 @@ def judged(values: ConfigValues) -> Violations:
     sound = derivation
     try:
         return [*_checked(values), *memory_violations(values, sound.sizes, lambda: _held(sound))]
-    except ScheduleError as error:  # a policy that has no order for these sizes
+    except ScheduleError as error:  # the policy has no order for these sizes
         return [Violation(problem.code, "schedule", problem.message, problem.place) for problem in error.problems]
 
 
@@ -218,7 +217,7 @@ def _checked(values: ConfigValues) -> Violations:
 
 
 def _held(derivation: Derivation) -> Sequence[RankCost]:
-    """Bytes that the pp_ranks hold, receives that are posted ahead included, without timing anything."""
+    """Bytes that the pp_ranks hold, posted receives included, without simulating times."""
     values = derivation.values
     if derivation.choice.searched:
         return least_held(derivation.ways, derivation.batch.num_microbatches)
@@ -227,7 +226,7 @@ def _held(derivation: Derivation) -> Sequence[RankCost]:
 
 
 def whose_seconds(config: RunConfig) -> tuple[Derived, ...]:
-    """A line on whose program the preset's seconds are of, and how far they can be trusted."""
+    """A line on the program that the preset's seconds are of, and on their accuracy."""
     stack = config.cost.stack
     text = f"seconds: {whose_prices(device_of(config), stack)} (cost.stack={stack})"
     return (Derived("cost.stack", stack, text),)

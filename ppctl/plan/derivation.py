@@ -47,7 +47,7 @@ class Derivation:
     choice: Choice
     measured: Profile | None
     proof: ProvedSchedule | None = None
-    """The verified schedule for which the layout was searched; None without such a search."""
+    """The verified schedule for which the layout was searched; None if no layout was searched."""
 
     @cached_property
     def sizes(self) -> ParallelSizes:
@@ -77,7 +77,7 @@ class Derivation:
 
     @property
     def ways(self) -> list[Way]:
-        """How the stages may be placed for a schedule that is searched for, and what they cost there."""
+        """The placements of the stages that a search for a schedule may use, with the stages' costs."""
         config, size = self.values.config, self.batch.micro_batch_size
 
         def way(placement: Placement) -> Way:
@@ -100,7 +100,7 @@ class Derivation:
         return rank_pricer(self.values.config, self.stages, self.sizes, self.batch.micro_batch_size)
 
     def compute_only(self, num_microbatches: int) -> tuple[Schedule, tuple[Derived, ...]]:
-        """The schedule without messages, and the equation of its warm-up if that was chosen."""
+        """The schedule without messages, and the equation of its warm-up if ppctl chose that."""
 
         def make(extra_warmup: int) -> Schedule:
             return schedule_choice.compute_only(self.values, self.choice, self.cut.vpp, num_microbatches, extra_warmup)
@@ -119,8 +119,8 @@ class Derivation:
 def derive(
     values: ConfigValues, violations: Violations, *, search: bool = True, before: Plan | None = None
 ) -> Derivation | None:
-    """Sizes, layout, batch and the choice of schedule; None if one cannot be derived. Adds what is wrong to
-    `violations`. Without `search`, `layout=auto` stays the even split, and `auto` as a schedule 1F1B. `before` as in
+    """Sizes, layout, batch and the choice of schedule; None if one cannot be derived. Adds violations to `violations`.
+    Without `search`, `layout=auto` stays the even split, and the schedule `auto` 1F1B. `before` as in
     `plan_checked`."""
     if not violations:
         check_stages(values, violations)
@@ -170,14 +170,15 @@ def _choice(
 
 
 def _searched(start: Derivation, before: Plan | None) -> Derivation:
-    """With what a search finds, if the config asks for one."""
+    """The derivation with the results of a search, if the config asks for one."""
     if start.choice.searched:
         return _with_found_schedule(start, before)
     return _with_layout(start) if start.values["layout"] == AUTO else start
 
 
 def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
-    """With the best schedule in place of 1F1B; and with the layout that it runs fastest, if that is open, too."""
+    """The derivation with the best schedule in place of 1F1B; if the layout is `auto`, too, with the best layout for
+    it."""
     count, sizes = start.batch.num_microbatches, start.sizes
     kept = kept_choice(before, start.cut.layout.canonical(), sizes, count)
     if kept is not None:

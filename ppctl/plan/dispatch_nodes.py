@@ -11,7 +11,7 @@ FLAT, BY_NODE = "flat", "by_node"
 
 
 def ranks_per_node(config: RunConfig, world: int) -> int:
-    """How many ranks share a machine: `launch.gpus_per_node`, else what `launch.nodes` leaves, else all."""
+    """How many ranks share a machine: `launch.gpus_per_node`, else world / `launch.nodes`, else all."""
     return machines(config.launch.nodes, config.launch.gpus_per_node, world)[1]
 
 
@@ -33,8 +33,8 @@ def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
 
 
 def dispatch_nodes(config: RunConfig, sizes: ParallelSizes) -> int:
-    """The number of nodes that a dispatch to experts goes by (`auto` wherever that is possible); 1 if every copy of a
-    token goes straight to its rank."""
+    """The number of nodes in a dispatch by node (with `auto` wherever possible); 1 if every copy of a token goes
+    straight to its rank."""
     if config.parallel.expert_dispatch == FLAT or dispatch_obstacle(config, sizes) is not None:
         return 1
     return sizes.nodes_along("ep", ranks_per_node(config, sizes.world)) or 1

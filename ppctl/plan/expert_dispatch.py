@@ -17,8 +17,8 @@ DISPATCH = "parallel.expert_dispatch"
 
 
 def derive_dispatch(values: ConfigValues, sizes: ParallelSizes, violations: Violations) -> Iterator[Derived]:
-    """The way of tokens to experts, with its reason; nothing if no token leaves its rank. By node if that is not
-    possible is a violation."""
+    """The line on how tokens reach experts, with the reason; nothing if no token leaves its rank. Adds a violation if
+    `by_node` is impossible."""
     config, chosen = values.config, values[DISPATCH]
     obstacle = dispatch_obstacle(config, sizes)
     if chosen == BY_NODE and obstacle is not None:
@@ -32,15 +32,15 @@ def derive_dispatch(values: ConfigValues, sizes: ParallelSizes, violations: Viol
     reason = "" if obstacle is None or chosen == FLAT else f": {obstacle}"
     text = f"all {topk} copies of a token go straight to their ranks{reason}"
     if nodes > 1:
-        there = f"{reached(config.model, nodes):.3g} of {nodes} nodes of {ranks_per_node(config, sizes.world)} ranks"
-        text = f"a token goes once to each of {there}, in place of {topk} copies, and on from there"
+        reach = f"{reached(config.model, nodes):.3g} of {nodes} nodes of {ranks_per_node(config, sizes.world)} ranks"
+        text = f"a token goes once to each of {reach}, in place of {topk} copies, and on from there"
     yield Derived("expert_dispatch", BY_NODE if nodes > 1 else FLAT, f"dispatch to experts ({source}): {text}")
 
 
 def exchanged_again(
     config: RunConfig, sizes: ParallelSizes, held: Callable[[RunConfig], Sequence[RankCost]]
 ) -> tuple[Derived, ...]:
-    """A line on exchanges that recomputing `moe` makes again, and whether the device has the memory for `experts`
+    """A line on exchanges that recomputing `moe` repeats, and on whether the device has the memory for `experts`
     instead; nothing if none is repeated. `held` prices the pp_ranks of another config."""
     train, limit = config.train, device_limit(config, sizes)
     modules = train.recompute_modules or ()

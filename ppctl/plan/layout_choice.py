@@ -1,4 +1,4 @@
-"""The layout that is used: the one in the config, compared with pp, vpp and the model, or the even split."""
+"""The layout: the config's, compared with pp, vpp and the model, or the even split."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ppctl.plan.types import Derived
 from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations, parse_overrides
 
 AUTO = "auto"
-"""The layout that is found by search."""
+"""The value of `parallel.layout` for which a layout is searched."""
 
 MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED, MOST_HOMES_SEARCHED = 256, 64, 2**17
-"""The most that `auto` searches in seconds. The last: layers x stages x pp_ranks where MTP layers may be."""
+"""The largest sizes that `auto` searches within seconds. The last: layers x stages x pp_ranks where MTP layers may
+be."""
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
 RECOMPUTED = "train.recompute_stages"
@@ -29,7 +30,7 @@ RECOMPUTED = "train.recompute_stages"
 
 @dataclass(frozen=True, slots=True)
 class LayoutCut:
-    """The layout that a run is cut by, and the equations of what was derived for it."""
+    """The layout of a run, and the equations of derived values."""
 
     layout: PipelineParallelLayerLayout
     derived: tuple[Derived, ...]
@@ -41,20 +42,20 @@ class LayoutCut:
 
 
 def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> LayoutCut | None:
-    """The layout. None if no layout fits; then `violations` has the reasons. `chunks` is how many chunks per rank the
-    schedule asks for, and why: the even split's vpp if none is set."""
+    """The layout; None if none fits, and then `violations` has the reasons. `chunks` is the number of chunks per rank
+    that the schedule asks for, and why: the even split's vpp if none is set."""
     split = compile_split(values, violations)
     if split is not None:
         return _split_cut(values, split, violations)
     if used_options(values):
-        return None  # they do not fit, and `compile_split` added why
+        return None  # the options do not fit; `compile_split` has added why
     text = values["layout"]
-    # For `auto` the even split stands until the schedule is known: `auto_layout.balanced_cut` replaces it.
+    # For `auto` the even split is used until `auto_layout.balanced_cut` replaces it, once the schedule is known.
     return _even_cut(values, violations, chunks) if text in (None, AUTO) else _configured_cut(values, text, violations)
 
 
 def check_offloading(values: ConfigValues, stages: Sequence[Sequence[LayerType]], violations: Violations) -> None:
-    """Refuse more layers than any of a layout's stages has."""
+    """Add a violation if more layers are offloaded than any stage of the layout has."""
     number, most = values[OFFLOADED_LAYERS], max(stage.count(LayerType.decoder) for stage in stages)
     if values[OFFLOADING] and number > most:
         message = f"{OFFLOADED_LAYERS}={number} counts decoder layers of one stage, and no stage has more than {most}"
@@ -64,7 +65,7 @@ def check_offloading(values: ConfigValues, stages: Sequence[Sequence[LayerType]]
 
 
 def check_search(values: ConfigValues, num_stages: int, violations: Violations) -> None:
-    """Refuse a search for a layout that would take more than seconds."""
+    """Add a violation if the search for a layout would take more than seconds."""
     layers = values["model.num_layers"]
     homes = layers * num_stages * values["pp"] if values["model.mtp_num_layers"] else 0
     if layers > MOST_LAYERS_SEARCHED or num_stages > MOST_STAGES_SEARCHED or homes > MOST_HOMES_SEARCHED:
@@ -78,7 +79,8 @@ def check_search(values: ConfigValues, num_stages: int, violations: Violations) 
 
 
 def _split_cut(values: ConfigValues, split: tuple[str, Derived], violations: Violations) -> LayoutCut | None:
-    """The layout that Megatron's or NeMo's options were compiled to; it is printed, and held to all rules."""
+    """The cut of the layout that Megatron's or NeMo's options were compiled to; it is printed, and checked by all
+    rules."""
     text, equation = split
     layout = PipelineParallelLayerLayout(text, values["pp"])
     if wrong := layout.problems(values["model.num_layers"], values["model.mtp_num_layers"]):
@@ -95,7 +97,7 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
     """The even split; vpp is 1 unless it is set, or the schedule asks for more."""
     wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or wanted
-    # What no layout can hold is a typing error in one of these.
+    # Sizes without any layout are a typing error in one of these.
     fewer = ({"pp": min(pp, layers), "vpp": 1}, {"model.num_layers": pp * vpp})
     try:
         text = even_layout(layers, pp * vpp, values["model.mtp_num_layers"] or 0)
@@ -118,7 +120,7 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
 
 
 def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> LayoutCut | None:
-    """The cut of a layout that the config gives; None, with violations, if it does not fit pp, vpp or the model."""
+    """The cut of the config's layout; None, with violations, if it does not fit pp, vpp or the model."""
     pp, vpp = values["pp"], values["vpp"]
     try:
         count = len(PipelineParallelLayerLayout(text, 1).stages)
@@ -129,7 +131,7 @@ def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> 
         violations.append(_disagreement(values, count))
     layout = PipelineParallelLayerLayout(text, pp if count % pp == 0 else 1)
     problems = layout.problems(values["model.num_layers"], values["model.mtp_num_layers"])
-    # If the stages do not fit pp, the rule that MTP belongs in a rank's last chunk has no meaning yet.
+    # Until the stages fit pp, the rule that MTP belongs in a rank's last chunk has no meaning.
     wrong = [problem for problem in problems if count % pp == 0 or problem.code != "PP-E018"]
     if wrong:
         _adopt(violations, LayoutError(wrong), values)
@@ -142,7 +144,8 @@ def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> 
 
 
 def _adopt(violations: Violations, error: LayoutError, values: ConfigValues, *more: Overrides) -> None:
-    """The layout's own problems, with the source of the layout; their own remedies come first, then `more`."""
+    """Add the problems of a layout error as violations, with the layout's source; their own remedies come first, then
+    `more`."""
     for problem in error.problems:
         place = "\n".join(filter(None, [problem.place, f"layout from: {values.source('layout')}"]))
         own = [parse_overrides(line) for line in problem.remedy.splitlines()]
@@ -152,7 +155,7 @@ def _adopt(violations: Violations, error: LayoutError, values: ConfigValues, *mo
 
 
 def _disagreement(values: ConfigValues, count: int) -> Violation:
-    """The layout has `count` stages, and pp and vpp want another number."""
+    """The violation of a layout with `count` stages where pp and vpp need another number."""
     pp, vpp = values["pp"], values["vpp"]
     if vpp is None:
         message = (
@@ -170,7 +173,7 @@ def _agreements(values: ConfigValues, count: int) -> Iterator[Overrides]:
     if count % pp == 0:
         yield {"vpp": count // pp}
     yield from _even(values)
-    # A layout that was typed stays; another one would give way to the new sizes unless it is typed as well.
+    # A typed layout stays; a recipe's layout would be set aside for the new sizes unless it is typed, too.
     keep: Overrides = (
         {}
         if values.source("layout").startswith(PLACE)
@@ -192,7 +195,7 @@ def _even(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def check_recompute(values: ConfigValues, stages: int, violations: Violations) -> None:
-    """Refuse numbers of stages to recompute that the pipeline does not have, and an empty list."""
+    """Add violations for stages to recompute that the pipeline does not have, and for an empty list."""
     chosen = values[RECOMPUTED]
     if chosen is None:
         return

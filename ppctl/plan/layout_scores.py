@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
         return self.mtp_stage < 0 or not any(self.counts[self.mtp_stage + 1 :])
 
     def pushed_before(self) -> Candidate:
-        """A legal candidate: decoder layers after the MTP layers are spread over the stages before them."""
+        """A legal candidate, with decoder layers after the MTP layers spread over the stages before these."""
         front, behind = self.counts[: self.mtp_stage + 1], self.counts[self.mtp_stage + 1 :]
         more = even_counts(sum(behind), len(front))
         return self._replace(counts=(*(a + b for a, b in zip(front, more, strict=True)), *(0 for _ in behind)))
@@ -52,7 +52,8 @@ class Space:
         return Candidate(even_counts(self.num_layers, self.num_stages), self.homes[-1])
 
     def plain(self) -> Iterator[Candidate]:
-        """Candidates that people write: some layers beside E and at the end, even shares between, the last empty."""
+        """Candidates as people write them: some layers beside E and at the end, even shares between, an empty last
+        stage."""
         most = min(self.num_layers, -(-self.num_layers // self.num_stages) + 1)
         for home, empty in product(self.homes[-2:], range(3)):
             for first, final in product(range(most + 1), repeat=2):
@@ -66,8 +67,8 @@ class Space:
                         yield candidate
 
     def moves(self, candidate: Candidate, sources: Iterable[int] | None = None) -> Iterator[Candidate]:
-        """One decoder layer from a stage (of `sources`; none: of all) to another, those between shifting; or the MTP
-        layers to another stage."""
+        """Candidates with one decoder layer moved from a stage (of `sources`; None: of all) to another, layers between
+        shifting, or with the MTP layers in another stage."""
         counts, home = candidate
         for source in range(self.num_stages) if sources is None else sources:
             if counts[source] == 0:
@@ -87,11 +88,11 @@ StagePrice = tuple[StageCost, Held]
 """Seconds of one microbatch on a stage, and the bytes that the stage holds on one device."""
 
 Price = Callable[[int, int, int, bool], StagePrice]
-"""`price(stage, first, count, mtp)` of a stage with decoder layers first .. first + count - 1, and MTP or not."""
+"""`price(stage, first, count, mtp)`: a stage with decoder layers first .. first + count - 1, with or without MTP."""
 
 
 class Score(NamedTuple):
-    """How good a candidate looks; less is better."""
+    """The rating of a candidate; less is better."""
 
     excess: int
     """Bytes by which the fullest pp_rank's peak exceeds the memory limit."""
@@ -132,7 +133,7 @@ class Scores:
         return max(self._held_by(stages, prices) for stages in self._ranks)
 
     def excess(self, peak: int) -> int:
-        """Bytes of a peak that are over the limit."""
+        """Bytes of a peak beyond the limit."""
         return 0 if self._limit is None else max(0, peak - self._limit)
 
     def score(self, candidate: Candidate) -> Score:
@@ -159,7 +160,8 @@ class Scores:
         return sorted(stages)
 
     def _held_by(self, stages: tuple[int, ...], prices: Sequence[StagePrice]) -> int:
-        """Bytes on the device of the rank with these stages at its worst moment. Most layouts differ on few ranks."""
+        """Bytes on the device of the rank with these stages at its worst moment; cached, as most layouts differ on few
+        ranks."""
         own = tuple(prices[stage][1] for stage in stages)
         key = (stages, own)
         if key not in self._held:

@@ -41,8 +41,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def device_of(config: RunConfig) -> Device:
-    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU if the run is on it; a
-    device itself where a search has moved its prices."""
+    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU for a run on CPUs; or the
+    device itself where a search has changed prices."""
     named: str | Device = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
     return named if isinstance(named, Device) else preset(named)
 
@@ -90,17 +90,17 @@ class _LastingBytes(NamedTuple):
     passing: dict[int, Passing] | None
     """By stage, weights and gradients that exist only while it computes; None if all state is permanent."""
     always: int
-    """Bytes of the weights that are held all the time."""
+    """Bytes of the weights that are always held."""
     updating: int
     """Peak bytes during the optimizer step."""
     summed: dict[int, int]
     """By stage, bytes of the copy of its gradients while they are summed; empty if no copy is made."""
     tied: int | None
-    """Another use's gradient, beside the state; None if allocators know nothing of backwards."""
+    """Bytes of another use's gradient, beside the state; None for an allocator without figures for backwards."""
     buffers: int
 
     def at(self, stages: Mapping[int, int]) -> _LastingBytes:
-        """The bytes of a rank with `stages[s]` in place of s, and the same layers."""
+        """The bytes of a rank with equal layers whose stages are `stages[s]` in place of s."""
         passing = None if self.passing is None else {stages[s]: each for s, each in self.passing.items()}
         return self._replace(passing=passing, summed={stages[s]: size for s, size in self.summed.items()})
 
@@ -108,11 +108,12 @@ class _LastingBytes(NamedTuple):
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> RankPricer:
-    """Return a function from a schedule to each pp_rank's bytes; what no schedule changes is computed once."""
+    """Return a function from a schedule to each pp_rank's bytes; parts that do not depend on it are computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
     kinds = [alike(config.model, config.train, stage.stage, stage.layers) for stage in stages]
     alive = once_a_kind(kinds, stages, lambda each: stage_activations(config.model, each.layers, setting, each.stage))
-    for at, stage in enumerate(stages if config.train.replay else ()):  # gradients twice, and the forward again
+    # a replay has second gradients, and the forward again
+    for at, stage in enumerate(stages if config.train.replay else ()):
         once, count = alive[at], trained_count(config.model, stage.layers)
         more = state_bytes(count, sizes, precision_of(config), "none").gradients
         alive[at] = once._replace(in_backward=max(once.in_backward, once.in_forward - once.kept) + more)
@@ -131,9 +132,9 @@ def rank_pricer(
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         nonlocal last
-        lists = shorter(schedule) or schedule  # a further round holds what the others hold
+        lists = shorter(schedule) or schedule  # a further round holds the same as the others
         ends = halves() if lists.split else None
-        for at in range(schedule.frozen_stages):  # an arrived message is not kept: it lies in a buffer for messages
+        for at in range(schedule.frozen_stages):  # an arrived message is not kept, but lies in a message buffer
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
@@ -161,9 +162,9 @@ def _rank_cost(
     in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
     in_step = state.total + activations
     if rank.passing is not None:
-        there = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
-        state = State(rank.always + there.weights, there.gradients, state.optimizer)
-        in_step = there.total + rank.always + state.optimizer
+        peak = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
+        state = State(rank.always + peak.weights, peak.gradients, state.optimizer)
+        in_step = peak.total + rank.always + state.optimizer
     if rank.summed:
         in_step = max(in_step, state.total + while_summed(actions, kept, rank.summed, ends))
     in_step = max(in_step, rank.updating)
@@ -190,11 +191,11 @@ def _ranks(
     sizes: ParallelSizes,
     setting: Setting,
 ) -> list[_LastingBytes]:
-    """`_rank` of every pp_rank; ranks with alike stages are priced once."""
+    """The `_rank` of every pp_rank; ranks with alike stages are priced once."""
     known: dict[Hashable, tuple[list[StageSpec], _LastingBytes]] = {}
     ranks = []
     for own in of_rank:
-        # Which matrices Muon moves where depends on more than their shapes.
+        # The owners of Muon's matrices depend on more than shapes.
         key = (*(kinds[stage.stage] for stage in own), *(own if config.optim.name == "muon" else ()))
         if key not in known:
             known[key] = own, _rank(config, stages, own, sizes, setting)
@@ -206,7 +207,7 @@ def _ranks(
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> _LastingBytes:
-    """The bytes of a pp_rank with the stages `own` during the whole step, and at its end, whatever the schedule."""
+    """Bytes of a pp_rank with the stages `own` that no schedule changes, during the whole step and at its end."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers, sizes) for stage in own)
@@ -238,12 +239,13 @@ def halves_of(
     inputs = once_a_kind(kinds, stages, lambda each: stage_activations(model, each.layers, of_inputs, each.stage))
     whole, first = ([each.in_backward for each in some] for some in (alive, inputs))
     ends = ends_of([each.kept for each in alive], whole, first, later)
-    most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]  # none is left to W
+    # a replay leaves nothing to W
+    most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]
     return ends._replace(needs={**ends.needs, I: most})
 
 
 def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:
-    """A line on weights and gradients that are whole only at times; none if they always are."""
+    """A line on weights and gradients that are whole only at times; nothing if they always are."""
     if sharding_of(config, sizes) != "full":
         return ()
     weights, gradients, rest = map(
@@ -259,7 +261,7 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
 
 
 def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """Host memory for copies of what ranks save, in words; nothing if training waits for the disk. A rank saves masters
+    """A line on host memory for copies beside training; nothing if training waits for the disk. A rank saves masters
     and moments, or its part of them, each as wide as a gradient."""
     if not config.checkpoint.in_background:
         return ()
@@ -283,7 +285,7 @@ def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: Par
 def deferred(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
 ) -> tuple[Derived, ...]:
-    """A line on what split backwards leave to W; none if no backward is split."""
+    """A line on the operands that split backwards keep for W; nothing if no backward is split."""
     if not (shorter(schedule) or schedule).split:
         return ()
     setting = setting_of(config, sizes, micro_batch_size)
@@ -298,7 +300,7 @@ def deferred(
 
 
 class Held(NamedTuple):
-    """Bytes of a stage on one device, but for what lives while an operation runs."""
+    """Bytes of a stage on one device, without those that live only while an operation runs."""
 
     state: int
     kept: int
@@ -310,19 +312,19 @@ class Held(NamedTuple):
 def held_bytes(
     config: RunConfig, stage: int, layers: tuple[Layer, ...], sizes: ParallelSizes, micro_batch_size: int
 ) -> Held:
-    """Bytes that a stage of these layers holds. Buffers and messages belong to ranks: `rank_pricer` has the whole."""
+    """Bytes that a stage of these layers holds, without buffers and messages, which belong to ranks (`rank_pricer`)."""
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
     state = state_bytes(
         count, sizes, precision_of(config), sharding_of(config, sizes), moved_by_muon(config, [layers], sizes)
     )
     kept = stage_activations(config.model, layers, setting, stage).kept
-    # All that was kept, if the allocator preset has no figures for backwards.
+    # All kept bytes, if the allocator preset has no figures for backwards.
     later = stage_operands(config.model, layers, setting).kept if setting.allocator.backward else kept
     return Held(state.total + _untrained(config, layers, sizes), kept, later)
 
 
 def _untrained(config: RunConfig, layers: Collection[Layer], sizes: ParallelSizes) -> int:
-    """Bytes of what a stage holds beside trained weights; so are a GPU's two copies of experts' weights in 8 bits."""
+    """Bytes of untrained tensors of a stage, including a GPU's two copies of experts' weights in 8 bits."""
     model, precision = config.model, precision_of(config)
     copied = on_device(stage_count(model, layers), sizes)[1] if model.fp8 and config.launch.device == "cuda" else 0
     return untrained_bytes(model, layers, weight=precision.weight, gradient=precision.gradient) + 2 * copied
@@ -341,7 +343,7 @@ def _tied_sum(
 
 
 def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str) -> dict[int, Passing]:
-    """State that the stages of a rank hold only while they compute."""
+    """Stage -> bytes of state that the stages of a rank hold only while they compute."""
     model, precision = config.model, precision_of(config)
 
     def of(layers: tuple[Layer, ...]) -> Passing:
@@ -349,25 +351,25 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         held = passing(
             trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
-        if config.cost.stack == MEGATRON and sharding == "full":  # two layers at once; gradients leave layer by layer
-            there = passing(largest_pair(model, layers), sizes, precision, matrices)
-            return held._replace(weights=there.weights, gradients=there.gradients)
-        # If weights stay whole, what is gathered for a first forward lies beside them until then.
+        if config.cost.stack == MEGATRON and sharding == "full":  # two layers together; gradients leave layer by layer
+            pair = passing(largest_pair(model, layers), sizes, precision, matrices)
+            return held._replace(weights=pair.weights, gradients=pair.gradients)
+        # If weights stay whole, the gathered parts for a first forward lie beside them until then.
         return held if sharding == "full" else held._replace(weights=0, arriving=held.weights + held.arriving)
 
     return {stage.stage: of(stage.layers) for stage in own}
 
 
 def largest_pair(model: ModelConfig, layers: Sequence[Layer]) -> Count:
-    """Trained parameters of the two largest layers, whose weights Megatron gathers at once."""
+    """Trained parameters of the two largest layers, whose weights Megatron gathers together."""
     return sum(sorted((trained_count(model, [layer]) for layer in layers), key=Counter.total)[-2:], Counter())
 
 
 def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:
-    """Workspaces, hidden states that outlive their microbatch, and dummy gradients."""
+    """Bytes of workspaces, hidden states that outlive their microbatch, and dummy gradients."""
     allocator, device, cost = setting.allocator, device_of(config), config.cost
     experts = any(layer.kind in NUMBERED for stage in own for layer in stage.layers)
-    streams = 5 if config.model.num_moe_experts and experts else 1  # grouped products run on four more
+    streams = 5 if config.model.num_moe_experts and experts else 1  # grouped products use four more streams
     te = device.te_workspace_mib * streams if cost.te_workspace_mib is None else cost.te_workspace_mib
     cublas = device.cublas_workspace_mib if cost.cublas_workspace_mib is None else cost.cublas_workspace_mib
     workspaces = int((allocator.cublas_workspaces * cublas + te * allocator.transformer_engine) * MIB)
@@ -380,8 +382,9 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:
     """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x each form of its messages.
-    Buffers of one form (shapes and dtypes) are not used for another. A capacity has the sends that may be under way, as
-    if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are counted."""
+    Buffers of one form (shapes and dtypes) are not used for another. A capacity includes the sends that may be under
+    way, as if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are
+    counted."""
     total = [0] * len(of_rank)
     for channel, capacity in schedule.capacities.items():
         senders = of_rank[channel.source]

@@ -1,6 +1,6 @@
-"""Whether the plan fits the device's memory, and what would make it fit.
+"""Whether the plan fits the device's memory, and changes that would make it fit.
 
-Amounts as text are made here; data (`--json`, plan.json) keeps bytes.
+Texts of amounts are made here; data (`--json`, plan.json) have bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PUT_OFF = "pipeline.put_off_limit"
 GRANULARITY, MODULES = "train.recompute_granularity", "train.recompute_modules"
 SHARDING = "parallel.data_parallel_sharding"
 SHARDINGS = ("none", "optimizer_gradients", "full")
-"""Each holds less between steps than the one before."""
+"""Kinds of sharding; each holds less between steps than the previous."""
 _DOUBLINGS = 6
 """How many times expert parallelism is doubled in search of a size that fits."""
 
@@ -50,20 +50,20 @@ _SMALLER = (Unit("MiB", MIB), Unit("KiB", 2**10))
 RESERVE = "launch.memory_reserve"
 AUTO = "auto"
 
-# Memory that no tensor of a run is in: torch's allocator sees none of it.
+# Memory outside torch's allocator
 CONTEXT = 1664 * MIB
-"""CUDA's context with the kernels and libraries of a step, 767 MiB, and what an H100 of 80 GB shows less than 80 GiB,
-841 MiB; both measured (benchmarks/results-gpu-2026-11-26.md)."""
+"""CUDA's context with the kernels and libraries of a step, 767 MiB, and 841 MiB that an H100 of 80 GB lacks of 80 GiB;
+both measured (benchmarks/results-gpu-2026-11-26.md)."""
 ALL_KERNELS = 736 * MIB
 """Further bytes that CUDA_MODULE_LOADING=EAGER takes; 731 MiB were measured there."""
 PAIR, RING = 544 * MIB, 688 * MIB
-"""A communicator of two ranks, and of more, after an all-reduce: measured on four A100 with NVLink (NVIDIA/nccl#964).
-A ring has two neighbours however many ranks it goes through, so that it does not grow (#986)."""
+"""A communicator of two ranks, and of more, after an all-reduce: measured on four A100 with NVLink (NVIDIA/nccl#964). A
+ring has two neighbours with any number of ranks, so this does not grow (#986)."""
 CONNECTION = 12 * MIB
 """One NCCL channel to one peer: buffers of 10 and of 2 MiB (NVIDIA/nccl#1685)."""
 PEER_CHANNELS, PEERS = 32, 7
-"""Channels to each peer in an all-to-all on eight H100, and its peers (the same issue: 3.28 GB in all). A message round
-a ring is taken to need as many to a neighbour."""
+"""Channels to each peer in an all-to-all on eight H100, and the number of peers (the same issue: 3.28 GB in all). A
+message round a ring is assumed to need as many to a neighbour."""
 NETWORK = 512 * MIB
 """The buffer that all peers on other machines share (NVIDIA/nccl#2363)."""
 MESSAGE_ENDS = 8
@@ -73,7 +73,7 @@ MESSAGE_CHANNELS = 4
 
 
 def unit_for(largest: int) -> Unit:
-    """The unit of a sum or a column: the largest one of which its largest number is at least one."""
+    """The unit of a sum or a column: the largest unit that its largest number is not below."""
     return next((unit for unit in (GIB, *_SMALLER) if largest >= unit.size), _SMALLER[-1])
 
 
@@ -90,7 +90,7 @@ def size_text(size: int) -> str:
 
 def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
     """The memory of its device that one rank may use; None if `launch.device_memory` is none, or cannot be read. Ranks
-    that share GPUs are counted as if all of a machine shared one: how many it has is not known."""
+    that share GPUs are counted as if all ranks of a machine shared one GPU, since the number of GPUs is unknown."""
     launch = config.launch
     if launch.device_memory is None:
         return None
@@ -104,9 +104,8 @@ def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
 def memory_violations(
     values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]], least: bool = False
 ) -> list[Violation]:
-    """The pp_rank with the highest peak, if that is more than the device has, with candidates, the least change first,
-    at last a larger device. `ranks` is called only if there is a limit; `least`: they run in the order that holds
-    least."""
+    """The violation of the highest peak, if the device has less, with candidates: the smallest change first, a larger
+    device last. `ranks` is called only if there is a limit; `least`: ranks run in the order that holds least."""
     limit = device_limit(values.config, sizes)
     if limit is None:
         return []
@@ -114,11 +113,11 @@ def memory_violations(
     worst = max(costs, key=lambda cost: cost.peak_bytes)
     if worst.peak_bytes <= limit.available_bytes:
         return []
-    over = sum(cost.peak_bytes > limit.available_bytes for cost in costs)
+    too_large = sum(cost.peak_bytes > limit.available_bytes for cost in costs)
     alone = ", also with one microbatch after another, the order that holds least" if least else ""
     message = (
         f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak{alone}, and "
-        f"{available_text(limit)} ({over} of {len(costs)} pp_ranks are over)"
+        f"{available_text(limit)} ({too_large} of {len(costs)} pp_ranks are over)"
     )
     held = f"{peak_terms(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
     needed = (worst.peak_bytes + limit.reserve_bytes) * limit.ranks
@@ -147,7 +146,7 @@ def used_text(limit: DeviceLimit | None, peak_bytes: int) -> list[str]:
 
 
 def _usual(values: ConfigValues) -> Iterator[Overrides]:
-    """Without settings of the user's that leave a rank less."""
+    """The overrides without the user's settings that leave a rank less memory."""
     if values[RESERVE] != AUTO:
         yield {RESERVE: AUTO}
     if values[SHARING]:
@@ -155,8 +154,8 @@ def _usual(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def peak_terms(cost: RankCost) -> str:
-    """The terms of a pp_rank's peak, in the unit of the peak; listed and not added up if they are not there at the same
-    time: with `full` sharding weights and gradients are the most that is whole at once."""
+    """The terms of a pp_rank's peak, in the unit of the peak; listed instead of added if they do not exist together:
+    with `full` sharding, weights and gradients are the most that is whole at any time."""
     unit = unit_for(cost.peak_bytes)
     sizes = {
         "weights": cost.weight_bytes,
@@ -194,14 +193,14 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def _experts_again(values: ConfigValues) -> Iterator[Overrides]:
-    """Experts that are computed again from the rows that they got, if neither they nor whole blocks are yet."""
+    """Overrides that recompute experts from their rows, if neither experts nor whole blocks are recomputed."""
     now = [] if values[GRANULARITY] is None else list(values[MODULES] or DEFAULT_MODULES)
     if values["model.num_moe_experts"] and values[GRANULARITY] != "full" and not {"moe", "experts"} & {*now}:
         yield {GRANULARITY: "selective", MODULES: [*(name for name in now if name != "moe_act"), "experts"]}
 
 
 def _put_off_limits(values: ConfigValues) -> list[int]:
-    """Fewer weight gradients that wait than now: of a V in 1F1B's memory a rank defers up to pp."""
+    """Smaller limits of deferred weight gradients than now: on a V in 1F1B's memory a rank defers up to pp."""
     policy = POLICIES.get(schedule_policy(values["pipeline.pp_schedule"]) or "")
     if policy is None or not policy.splits or values["pipeline.pp_schedule_csv"] is not None:
         return []
@@ -210,7 +209,7 @@ def _put_off_limits(values: ConfigValues) -> list[int]:
 
 
 def reserve_bytes(config: RunConfig, sizes: ParallelSizes) -> int:
-    """Bytes of `launch.memory_reserve`; `auto` is 0 on the CPU. Raises ValueError for what is no amount of memory."""
+    """Bytes of `launch.memory_reserve`; `auto` is 0 on the CPU. Raises ValueError for an invalid amount."""
     launch = config.launch
     if launch.memory_reserve != AUTO:
         return memory_bytes(launch.memory_reserve)
@@ -222,7 +221,7 @@ def reserve_bytes(config: RunConfig, sizes: ParallelSizes) -> int:
 
 
 def communicators(config: RunConfig, sizes: ParallelSizes) -> int:
-    """Bytes that NCCL takes on one rank for its groups, all of which are touched in the warm-up, and for messages."""
+    """Bytes that NCCL takes on one rank for its groups, which the warm-up all uses, and for messages."""
     total = sum(map(_group, _group_sizes(config, sizes))) + sum(map(_connections, _peers(config, sizes)))
     return total + (MESSAGE_ENDS * MESSAGE_CHANNELS * CONNECTION if sizes.pp > 1 and not is_plain(config) else 0)
 
@@ -234,12 +233,12 @@ def _group_sizes(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
     yield from config.parallel.hierarchical_context_parallel_sizes or ()
     if (nodes := dispatch_nodes(config, sizes)) > 1:
         yield from (nodes, sizes.ep // nodes)
-    # Of the token embedding: the input, a tied output, and the copies of all MTP modules.
+    # Uses of the token embedding: the input, a tied output, and the copies of all MTP modules.
     yield min(sizes.pp, 1 + model.share_embeddings_and_output_weights + bool(model.mtp_num_layers))
 
 
 def _peers(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
-    """Ranks with which a rank exchanges messages in each of its groups, beside collectives that go round a ring."""
+    """For each group of a rank, with how many ranks it exchanges messages other than collectives round a ring."""
     if config.model.num_moe_experts:
         yield sizes.ep - 1
         yield sizes.etp - 1

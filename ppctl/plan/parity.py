@@ -15,7 +15,7 @@ _LAW = {"float64": 1e-12, "float32": 1e-6}
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """The distance from 1 to the next number."""
 _LATER = 1e3
-"""How much further gradients of later steps may lie apart: the optimizer divides by the size of each gradient."""
+"""The factor by which gradients of later steps may differ more: the optimizer divides by the size of each gradient."""
 
 _COMPUTED = ("model", "data", "train", "optim")
 _ENDS = ("train.steps", "train.exit_after")
@@ -27,7 +27,7 @@ WHOLE = ("tp", "cp", "dp", "ep", "etp")
 
 
 def kept_as(steps: int) -> list[str]:
-    """Overrides by which a run does `steps` steps from its beginning and keeps what is compared, and nothing else."""
+    """Overrides by which a run does `steps` steps from its beginning, and keeps only what is compared."""
     return [
         f"train.steps={steps}",
         "train.samples=null",
@@ -73,7 +73,7 @@ def in_one_process(plan: Plan) -> list[str]:
 
 
 def other_keys(one: RunConfig, other: RunConfig) -> list[str]:
-    """The keys that differ and say what is computed, not where or for how long."""
+    """The differing keys that change what is computed, not where or for how long."""
     return [
         name
         for name in text_keys()
@@ -82,15 +82,15 @@ def other_keys(one: RunConfig, other: RunConfig) -> list[str]:
 
 
 def axes_that_differ(one: Plan, other: Plan) -> list[str]:
-    """The axes along which sums are made in another order, as `tp 2`."""
+    """The axes along which the two plans sum in different orders, as `tp 2`."""
     pairs = [(axis, getattr(one.sizes, axis), getattr(other.sizes, axis)) for axis in WHOLE]
     return [f"{axis} {b if b != 1 else a}" for axis, a, b in pairs if a != b]
 
 
 def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> float:
-    """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all. If no axis differs the bits are the same.
-    If one does, sums are made in another order: 1e-6 in float32, 1e-12 in float64, and in narrower numbers as much more
-    as these round. `first`: of the first step, which begins with the same weights."""
+    """The allowed difference of a gradient, max |a - b| / max |a|. 0 if no axis differs: bits are equal. Else sums have
+    another order: 1e-6 in float32, 1e-12 in float64, in narrower dtypes more in proportion to their rounding. `first`:
+    for the first step, which begins with equal weights."""
     if not axes_that_differ(one, other):
         return 0.0
     dtype = autocast_dtype(config.parallel) or weight_dtype(config.parallel)
@@ -99,13 +99,13 @@ def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> floa
 
 
 def place_of(plan: Plan, config: RunConfig) -> Callable[[str], tuple[int, int]]:
-    """Returns a function: name of a gradient -> (its stage, its number in the order of forwards), -1 for none."""
+    """Return a function from a gradient's name to (its stage, its number in the order of forwards); -1 if unknown."""
     names = [(name, spec.stage) for spec in plan.stages for name in stage_parameters(config.model, spec.layers)]
     places = {name: (stage, number) for number, (name, stage) in enumerate(names)}
     return lambda name: places.get(name, places.get(stack_of(name), (-1, -1)))
 
 
 def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:
-    """The names under which the model uses its token embedding, if several; their gradients are one sum."""
-    there = {name for spec in plan.stages for name in embedding_uses(config.model, spec.layers)}
-    return [name for name in uses_of_embedding(config.model) if name in there] if len(there) > 1 else []
+    """The names under which the model uses its token embedding, if several; their gradients are summed."""
+    used = {name for spec in plan.stages for name in embedding_uses(config.model, spec.layers)}
+    return [name for name in uses_of_embedding(config.model) if name in used] if len(used) > 1 else []

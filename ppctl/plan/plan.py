@@ -1,4 +1,4 @@
-"""The Plan, one rank's part of it, and plan.json, a superset of what `ppctl plan --json` prints."""
+"""The Plan, one rank's part of it, and plan.json, a superset of the output of `ppctl plan --json`."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Plan:
     tie_groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """(canonical parameter name, stages that hold a use of it, in canonical order of uses)."""
     p2p_capacity: int | None = None
-    """The capacity that the config asks for on every channel; none lets `lower` choose."""
+    """The capacity that the config sets for every channel; None lets `lower` choose."""
     limit: DeviceLimit | None = None
-    """Bytes that a rank may hold; None if the config does not say what the device has."""
+    """Bytes that a rank may hold; None if the config does not give the device's memory."""
     traffic: tuple[tuple[Exchange, ...], ...] = ()
-    """pp_rank -> what one rank with that pp_rank sends in a step."""
+    """pp_rank -> the exchanges of a rank with that pp_rank in a step."""
     smaller: tuple[SmallerBatch, ...] = ()
     """The ramp-up sizes of a batch that grows, in their order."""
     derived: tuple[Derived, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
-    """Dotted config key -> where its value came from."""
+    """Dotted config key -> the source of its value."""
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Whether all ranks fit, but one rank has less than 5 % of its memory free."""
+        """Whether all ranks fit, but some rank has less than 5 % of its memory free."""
         return self.limit is not None and self.limit.is_tight(self.peak_bytes)
 
     @property
     def routed(self) -> bool:
-        """Whether a token meets some of the experts only: how many rows they get depends on the data."""
+        """Whether tokens go to some of the experts only, so that experts' numbers of rows depend on the data."""
         return self.params_active < self.params_total
 
     def at_step(self, step: int) -> Plan:
@@ -102,7 +102,7 @@ class Plan:
 
     @cached_property
     def forward_schedule(self) -> Schedule:
-        """The forward-only twin (evaluation, generation), lowered. Derived, so that plan.json need not hold it."""
+        """The forward-only twin of the schedule (evaluation, generation), lowered. Derived, and not in plan.json."""
         return self.forward_only(self.num_microbatches)
 
     def forward_only(self, num_microbatches: int) -> Schedule:
@@ -112,7 +112,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of what the run executes: sizes, stages, schedule, costs; not of sources, texts, predicted times."""
+        """sha256 of all that the run executes: sizes, stages, schedule, costs; not sources, texts, predicted times."""
         return _digest_of(self._executed())
 
     def for_rank(self, rank: int) -> RankPlan:
@@ -151,12 +151,12 @@ class Plan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` reads back to an equal plan; a superset of `report`."""
+        """Plain data from which `from_json` makes an equal plan; a superset of `report`."""
         return {**self._executed(), "provenance": dict(self.provenance), "digest": self.digest}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`. Raises ValueError for any text that `to_json` cannot have returned."""
+        """Return the plan of data from `to_json`. Raises ValueError for any other data."""
         fields = read(_PlanFile, data)
         if fields["digest"] != _digest_of({key: value for key, value in data.items() if key != "digest"}):
             raise ValueError("its digest does not match its content")
@@ -182,7 +182,7 @@ class Plan:
         )
 
     def _executed(self) -> dict[str, Any]:
-        """`report` with each rank's actions, and the pairs among them."""
+        """The entries of `report`, each rank's actions, and the pairs among them."""
         data = self.report()
         data["schedule"] |= _rows(self.schedule)
         for each, schedule in zip(data.get("smaller", ()), (each.schedule for each in self.smaller), strict=True):
@@ -191,7 +191,7 @@ class Plan:
 
 
 def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[str, float]) -> dict[str, Any]:
-    """The entries of a schedule; `calls` and `times` are those that a plan's global batch has beside them."""
+    """The entries of a schedule; `calls` and `times` are the further entries of a plan's global batch."""
     return {
         "name": schedule.name,
         "microbatches": schedule.num_microbatches,
@@ -207,7 +207,7 @@ def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[s
 def _rows(schedule: Schedule) -> dict[str, Any]:
     """Each rank's actions, the pairs among them, and how many stages have no backward."""
     rows: dict[str, Any] = {"actions": [" ".join(map(str, row)) for row in schedule.actions]}
-    if schedule.pairs:  # most plans have no pairs, and earlier plans have no such key
+    if schedule.pairs:  # most plans have no pairs, and earlier plans no such key
         rows["pairs"] = [str(pair) for pair in sorted(schedule.pairs)]
     if schedule.frozen_stages:
         rows["frozen_stages"] = schedule.frozen_stages
@@ -304,7 +304,7 @@ def _schedule(data: _Rows, sizes: ParallelSizes) -> Schedule:
 
 
 def _limit(data: _PlanFile) -> DeviceLimit | None:
-    """The limit of a plan as JSON; None as well of one that was written before limits were."""
+    """The limit in a plan's JSON; None also for plans from before limits existed."""
     limit, reserve = data.get("limit_bytes"), data.get("reserve_bytes")
     return None if limit is None or reserve is None else DeviceLimit(limit, reserve, data["ranks_per_device"])
 

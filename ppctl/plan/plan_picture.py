@@ -1,4 +1,4 @@
-"""Plan -> Picture: the predicted step, what every stage is, and what every device holds during the step."""
+"""Plan -> Picture: the predicted step, the stages, and the memory of every device during the step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def picture(plan: Plan, config: RunConfig) -> Picture:
 
 
 def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankMemory, ...]:
-    """For each pp_rank the planned bytes beside activations, and the activations of one microbatch by stage."""
+    """For each pp_rank the planned bytes outside activations, and the activations of one microbatch by stage."""
     setting = setting_of(config, plan.sizes, micro_batch_size)
     alive = [stage_activations(config.model, each.layers, setting, each.stage) for each in plan.stages]
     ends = halves_of(config, plan.stages, setting, alive) if plan.schedule.split else None

@@ -1,4 +1,4 @@
-"""Seconds of a microbatch on every stage and of a step, from a device preset or a profile, and the bytes that it sends.
+"""Seconds of a microbatch on every stage and of a step, from a device preset or a profile; and the bytes sent.
 
 Plans, simulations and searches for a layout all read the numbers of `pricer`. Knows which keys of the config set
 prices. Must not know how schedules are made or how closed forms work (`ppctl.cost`).
@@ -65,8 +65,8 @@ def stage_costs(
 def pricer(
     config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None = None
 ) -> Callable[..., StageCost]:
-    """Return a function (stage, its layers, whether it is the last stage, its activations if they are known) -> the
-    stage's cost. Equal layers are priced once."""
+    """Return a function (stage, its layers, whether it is the last stage, its activations or None) -> the stage's cost.
+    Equal layers are priced once."""
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     machine = machine_for(config, setting)
@@ -78,8 +78,7 @@ def pricer(
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
     def of_stage(stage: int, held: tuple[Layer, ...], last: bool, alive: StageActivations | None = None) -> StageCost:
-        """The seconds of a microbatch's passes, the message that it sends, and its bytes, of a stage with the layers
-        `held`."""
+        """The cost of a stage with the layers `held`: seconds of a microbatch's passes, its message, and its bytes."""
         modules = recomputed_modules(train, stage)
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
@@ -107,13 +106,13 @@ def pricer(
 
 
 def machine_for(config: RunConfig, setting: Setting) -> Machine:
-    """The config's device as its kernels find it."""
+    """The config's device, with the rates of its kernels."""
     products = config.cost.matmul or ("fp8" if config.model.fp8 else precision_of(config).dtype)
     return machine_of(device_of(config), products, setting.sizes, config.model, setting.nodes, config.cost.stack)
 
 
 def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> int:
-    """Bytes of what a hop carries beside the hidden state for a loss over the routers of all layers."""
+    """Bytes of router logits that a message carries beside the hidden state, for a loss over all layers' routers."""
     foreign, behind = foreign_of(model), max((layer.index + 1 for layer in held if layer.kind == "decoder"), default=0)
     return 0 if foreign is None else foreign.routed_bytes(behind, setting.tokens, setting.element)
 
@@ -121,7 +120,7 @@ def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> in
 def _scales(
     config: RunConfig, measured: Profile | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
 ) -> dict[Kind, tuple[float, float]]:
-    """How many times longer than the preset says a kind of layer takes: forward and backward."""
+    """Kind of layer -> measured over preset seconds, of forward and backward."""
     if measured is None:
         return {}
     rows = [(Counter(layer_kinds(config.model, layers)), seconds) for layers, seconds in measured.stages]
@@ -139,22 +138,22 @@ def _scales(
 
 
 def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) -> float:
-    """Seconds that a stage waits for the sums of its fp32 gradients: on every rank, or in shards, whose ranks then send
-    the new weights. `beside` are the seconds of its forward and backward, which hide Megatron's sums."""
+    """Seconds that a stage waits for the sums of its fp32 gradients: whole on every rank, or in shards, whose ranks
+    then send the new weights. Megatron's sums overlap with `beside`, the seconds of forward and backward."""
     precision = precision_of(config)
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":
         each = precision.gradient + precision.weight
     summing = reduce_seconds(*on_device(count, machine.sizes), each, machine)
-    # Bucket by bucket, beside the last backward and the next step's forward.
+    # Megatron sums bucket by bucket, beside the last backward and the next step's forward.
     return max(0.0, summing - beside) if config.cost.stack == MEGATRON else summing
 
 
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
     """Stage costs as a schedule's simulation takes them.
 
-    A chunk's gradients are summed while other chunks compute; only what a rank finishes last, its first chunk, is
-    waited for.
+    A chunk's gradients are summed while other chunks compute; a rank waits only for the sums of its first chunk, which
+    finishes last.
     """
     messages: dict[Channel, float] = {}
     for here, there, cost in zip(stages, stages[1:], costs, strict=False):
@@ -217,7 +216,7 @@ def step_timing(
 def seconds_after(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, ranks: Sequence[RankCost]
 ) -> float:
-    """Seconds of the optimizer step that follows on the pipeline."""
+    """Seconds of the optimizer step after the pipeline."""
     device = device_of(config)
     return max(
         optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device, config.cost.stack)
@@ -227,7 +226,7 @@ def seconds_after(
 
 
 def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """Who moves matrices with Muon if ranks shard state, in words; nothing if each moves all of its own."""
+    """A line on the owners of Muon's matrices if ranks shard state; nothing if each rank updates all of its own."""
     if config.optim.name != "muon" or sharding_of(config, sizes) == "none":
         return ()
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
@@ -256,7 +255,7 @@ def step_traffic(
     micro_batch_size: int,
     calls: int,
 ) -> tuple[tuple[Exchange, ...], ...]:
-    """pp_rank -> the exchanges of a step of so many schedule calls."""
+    """pp_rank -> the exchanges of a step of `calls` schedule calls."""
     model, setting, precision = config.model, setting_of(config, sizes, micro_batch_size), precision_of(config)
     microbatches = calls * schedule.num_microbatches
     scatters, muon = config.launch.device != "cpu", config.optim.name == "muon"

@@ -1,4 +1,5 @@
-"""profile.json: what a run measured (`cost.profile=@runs/.../profile.json`), and the cost of single layers from it.
+"""profile.json, the measurements of a run (`cost.profile=@runs/.../profile.json`), and the cost of single layers from
+it.
 
 One of the two files that planning reads (`schedule_file` reads the other).
 """
@@ -34,7 +35,7 @@ class LayerSeconds(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A profile that was read: its file, and every stage's layers with what they took."""
+    """A profile that was read: its file, and the layers and seconds of every stage."""
 
     path: str
     stages: tuple[tuple[tuple[Layer, ...], LayerSeconds], ...]
@@ -43,7 +44,7 @@ class Profile(NamedTuple):
 
 
 def read_profile(values: ConfigValues, violations: Violations) -> Profile | None:
-    """The measured costs; None if no profile is set or, with a violation, if it is of no use here."""
+    """The measured costs; None if no profile is set or, with a violation, if it does not fit the run."""
     if values[KEY] is None:
         return None
     path = str(values[KEY]).removeprefix("@")
@@ -91,13 +92,13 @@ def origin(measured: Profile | None, layout: str) -> tuple[Derived, ...]:
         return ()
     kinds = [[LayerType(layer.kind) for layer in layers] for layers, _ in measured.stages]
     ran = canonical_text(["".join(LETTERS[kind] for kind in stage) for stage in kinds])
-    of = "of this layout" if ran == layout else f"of the layout {ran}: what its layers took, put together anew"
-    return (Derived("cost.profile", measured.path, f"costs measured in {measured.path}, {of}"),)
+    source = "of this layout" if ran == layout else f"of the layout {ran}: what its layers took, put together anew"
+    return (Derived("cost.profile", measured.path, f"costs measured in {measured.path}, {source}"),)
 
 
 def subject(config: RunConfig) -> dict[str, Any]:
-    """The subject of a measurement, written into profile.json and compared when it is read: layers and a rank's share
-    of a microbatch. pp, vpp, dp, the layout are free."""
+    """The values that a measurement depends on, written into profile.json and compared when it is read: layers and a
+    rank's share of a microbatch. pp, vpp, dp and the layout may differ."""
     model = {f"model.{key}": value for key, value in asdict(config.model).items() if key != "from"}
     parallel = config.parallel
     names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "bf16", "fp16")
@@ -111,8 +112,8 @@ def subject(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """In words, what a profile was measured with and this config says otherwise. A key that `written` does not have is
-    younger than the profile: its run had the default."""
+    """The differences, in words, between a profile's and this config's values. A key missing in `written` is newer than
+    the profile, whose run had the default."""
     own, before = subject(config), {**subject(RunConfig()), **written}
     return [f"{key} {before[key]}, here {own[key]}" for key in own if before[key] != own[key]]
 
@@ -120,9 +121,9 @@ def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
 def fitted(
     stages: Sequence[tuple[Counter[Kind], LayerSeconds]], prior: Mapping[Kind, LayerSeconds]
 ) -> dict[Kind, LayerSeconds]:
-    """The cost of every kind that makes up the measured stages. If stages do not tell kinds apart, they keep the
-    proportions of `prior`: every pass moves each stage's kinds by its residue, in proportion to what they were
-    (Kaczmarz), which ends at the nearest costs that explain the stages."""
+    """The cost of every kind of layer in the measured stages. Kinds that stages do not tell apart keep the proportions
+    of `prior`: every pass changes each stage's kinds by its residue, in proportion to `prior` (Kaczmarz), which
+    converges to the nearest costs that explain the stages."""
     columns = []
     for which in (0, 1):
         start = {kind: max(seconds[which], 1e-12) for kind, seconds in prior.items()}

@@ -1,4 +1,4 @@
-"""A batch that grows: the steps of each size, and whether every ramp-up size can be run."""
+"""A growing batch: the steps of each size, and whether every ramp-up size can be run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 RAMPUP = "train.batch_rampup"
 
 GrowingBatch = tuple[Segment, int, BatchSplit]
-"""A ramp-up size, below the global batch size: its segment, how many steps take it, and how it is cut."""
+"""A ramp-up size, below the global batch size: its segment, its number of steps, and how it is cut."""
 
 
 def derive_sizes(values: ConfigValues, dp: int) -> tuple[GrowingBatch, ...]:
-    """The ramp-up sizes, as a run from its first step meets them; none if one does not fit (`check_sizes`)."""
+    """The ramp-up sizes of a run from its first step; none if one does not fit (`check_sizes`)."""
     if values[RAMPUP] is None:
         return ()
     ramp = []
@@ -37,7 +37,7 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[GrowingBatch, ...]:
 def check_sizes(
     values: ConfigValues, dp: int, batch: BatchSplit, choice: Choice, num_stages: int, violations: Violations
 ) -> None:
-    """Refuse sizes that are no whole number of microbatches, or that the schedule has no order for."""
+    """Add violations for sizes that are no whole number of microbatches, or for which the schedule has no order."""
     if values[RAMPUP] is None or violations:
         return
     rampup, full = read_rampup(values[RAMPUP]), values["gbs"]
@@ -75,17 +75,17 @@ def check_sizes(
 
 
 def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]:
-    """Ramps like the one that is asked for, of multiples of `unit`, at least `least` of them."""
+    """Overrides with ramps like the asked one, in multiples of `unit`, of at least `least` of them."""
     rampup, full = read_rampup(values[RAMPUP]), values["gbs"]
     start = max(-(-rampup.start // unit), least) * unit
-    if start < full:  # one is enough: each candidate is judged with a plan of its own
+    if start < full:  # one is enough: judging a candidate needs a plan
         increment = nearest_divisors((full - start) // unit, max(1, rampup.increment // unit))[0]
         yield {RAMPUP: [start, increment * unit, rampup.samples]}
     yield {RAMPUP: None}
 
 
 def in_words(config: RunConfig) -> tuple[Derived, ...]:
-    """How the batch grows, and how long the run is, if either was given."""
+    """Lines on the growth of the batch and on the length of the run, where given."""
     train, sizes = config.train, BatchSizes.of(config.train)
     lines: list[Derived] = []
     reached = last_steps(sizes.segments, train.steps)

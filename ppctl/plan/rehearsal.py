@@ -1,6 +1,6 @@
 """Prepares a rehearsal (one rank of each kind, fewer microbatches) and applies its result to all ranks of the kind.
 
-The result stands beside the plan as a value, as JSON and as a picture.
+The result is compared with the plan as a value, as JSON and as a picture.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def _kind_of_stage(config: RunConfig, stage: StageSpec) -> Hashable:
 
 def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
     """The run with fewer microbatches and the same peak of activations per pp_rank; unchanged if none is found."""
-    if plan.smaller:  # the whole batch fills a device most
+    if plan.smaller:  # the whole batch takes most memory
         config, plan = at_size(config, config.train.global_batch_size), replace(plan, smaller=())
     round_of_ranks = config.parallel.microbatch_group_size_per_vp_stage or plan.sizes.pp
     if "pipeline.pp_batch_size" in plan.provenance and plan.provenance["pipeline.pp_batch_size"] != "default":
-        return config, plan  # its calls have a size of their own
+        return config, plan  # calls of a fixed size cannot be shortened
     whole = _fullest(config, plan)
     for rounds in _ROUNDS:
         count = rounds * round_of_ranks
@@ -109,14 +109,14 @@ def _fullest(config: RunConfig, plan: Plan) -> list[int]:
 
 
 def steady(actions: Sequence[Action]) -> range:
-    """The indexes of a rank's list from where all of its stages have gradients to where the first ones are summed."""
+    """The indexes of a rank's list from where all its stages have gradients to where the first gradients are summed."""
     first = {action.stage: index for index, action in reversed([*enumerate(actions)]) if action.op in LIFE_ENDS}
     sums = (index for index, action in enumerate(actions) if action.op is Op.REDUCE_GRAD)
     return range(max(first.values(), default=-1) + 1, next(sums, len(actions)))
 
 
 def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
-    """A measurement over some `microbatches`, scaled to a step `of_all`: what surrounds the schedule happens once."""
+    """A measurement over some `microbatches`, scaled to a step `of_all`; work outside the schedule counts once."""
 
     def times(during: str, count: int) -> int:
         return count if during == STEP else round(count * of_all / microbatches)
@@ -140,9 +140,8 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
 
 
 def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[tuple[int, int]]:
-    """The index of every forward, backward and sum in a list, and the most bytes of activations while it runs, from 0.
-    Each stage holds what was measured of it. Memory of received messages is used again and never given back: it counts
-    with the most that it ever held."""
+    """Yield (index, most bytes of activations while it runs, from 0) for every forward, backward and sum in a list,
+    with the measured bytes of each stage. Memory of received messages is never freed: it counts with its maximum."""
     held = waiting = pool = 0
     trained = stages_with_backwards(actions)
     for index, action in enumerate(actions):
@@ -172,25 +171,25 @@ UPDATE = "update"
 
 @dataclass(frozen=True, slots=True)
 class RankPeak:
-    """A pp_rank's peak in the whole step, as measured of a rank of its kind."""
+    """A pp_rank's peak in the whole step, as measured on a rank of its kind."""
 
     pp_rank: int
     base: int
     """Bytes that the rank holds beside activations while the schedule runs: state, buffers, messages."""
     peak_bytes: int
-    """Libraries' workspaces included, which are planned and not measured."""
+    """The peak, including libraries' workspaces, which are planned and not measured."""
     peak_action: str
     stages: Mapping[int, StageMemory]
     """Activation memory of each of the pp_rank's stages."""
 
 
 def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> list[RankPeak]:
-    """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one: each
-    list is replayed with the stages as measured, and every rank holds what the rehearsed one held beside
-    activations."""
+    """The peaks of all pp_ranks of a kind in the whole step, from the measurement of one over the `short` step: each
+    list is replayed with the measured stages, and every rank holds as much outside activations as the rehearsed one."""
     chosen = short.for_rank(measured.rank).pp_rank
     by_stage = {memory.stage: memory for memory in measured.stages}
-    most = {moment.index: moment.most for moment in measured.moments}  # the later of an action's two: while it ran
+    # an action has two moments; the later is while it ran
+    most = {moment.index: moment.most for moment in measured.moments}
     place = plan.schedule.placement
 
     def stages_of(pp_rank: int) -> dict[int, StageMemory]:
@@ -199,7 +198,7 @@ def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> li
         }
 
     def replay(of: Plan, pp_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The steps of a list before the first sum of gradients, and the steps after it."""
+        """The replayed steps of a list before the first sum of gradients, and those after it."""
         row = of.schedule.actions[pp_rank]
         steps = [*replayed(row, stages_of(pp_rank))]
         end = steady(row).stop
@@ -230,7 +229,7 @@ _STATE = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A plan beside what was measured of one rank of each kind."""
+    """A plan, and the measurements of one rank of each kind."""
 
     config: RunConfig
     plan: Plan
@@ -240,7 +239,7 @@ class Rehearsal:
 
     @property
     def microbatches(self) -> tuple[int, int]:
-        """Rehearsed, and in a step of the run."""
+        """(microbatches rehearsed, microbatches in a step of the run)."""
         short, whole = (plan.num_microbatches * plan.gradient_accumulation_steps for plan in (self.short, self.plan))
         return short, whole
 
@@ -265,18 +264,18 @@ class Rehearsal:
         return next(peak for peak in self.peaks if peak.pp_rank == pp_rank)
 
     def planned_kept(self, stage: int) -> int:
-        """Bytes that the plan says a microbatch keeps on a stage."""
+        """The planned bytes that a microbatch keeps on a stage."""
         layers, size = self.plan.stages[stage].layers, self.config.train.micro_batch_size
         return held_bytes(self.config, stage, layers, self.plan.sizes, size)[1]
 
     @property
     def tight(self) -> bool:
-        """Whether all that was measured fits, with less than 5 % to spare."""
+        """Whether all measured peaks fit, with less than 5 % to spare."""
         limit = self.plan.limit
         return limit is not None and limit.is_tight(max(peak.peak_bytes for peak in self.peaks))
 
     def problems(self) -> Iterator[Problem]:
-        """Whether the memory does not fit (PP-E801), as measured."""
+        """Yield a problem (PP-E801) if the measured memory does not fit."""
         limit, worst = self.plan.limit, max(self.peaks, key=lambda peak: peak.peak_bytes)
         if limit is None or worst.peak_bytes <= limit.available_bytes:
             return

@@ -35,7 +35,7 @@ from ppctl.schedule.verify import verify
 from ppctl.topology import ParallelSizes
 
 MOST_ACTIONS = 200_000
-"""Forwards and backwards of one schedule call: about 3 s of planning on one core."""
+"""The most forwards and backwards of one schedule call: about 3 s of planning on one core."""
 
 _SETTLED = 4
 """Rounds of the pipeline after which no rank holds more than before."""
@@ -53,15 +53,15 @@ FROM_FILE = "csv"
 
 
 class Choice(NamedTuple):
-    """A policy's name, with the equation if ppctl chose the policy; or a schedule from a file or a search."""
+    """A policy's name, with the equation if ppctl chose it; or a schedule from a file or a search."""
 
     name: str
     derived: tuple[Derived, ...] = ()
     schedule: Schedule | None = None
     searched: bool = False
-    """Whether a search will replace this policy (`schedule_search`); until then it stands for what is found."""
+    """Whether a search will replace this policy (`schedule_search`); until then it stands for the result."""
     least: bool = False
-    """Whether a search came to the order that holds least, as no order fits."""
+    """Whether a search chose the order that holds least because none fits."""
 
     @property
     def policy(self) -> Policy | None:
@@ -75,7 +75,8 @@ class Choice(NamedTuple):
 
 
 def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> Choice | None:
-    """1F1B for one chunk per rank, interleaved 1F1B for more, unless the config names a schedule."""
+    """The config's schedule; by default 1F1B for one chunk per rank, interleaved 1F1B for more. None for an invalid
+    name."""
     asked = values[SCHEDULE]
     name = schedule_policy(asked)
     if name is None:
@@ -104,7 +105,7 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
 
 
 def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
-    """Refuse torch.compile of stages whose backward is split: a compiled layer computes all its gradients at once."""
+    """Add a violation for torch.compile with split backwards: a compiled layer computes all its gradients together."""
     splits = POLICIES[choice.name].splits if choice.schedule is None else bool(choice.schedule.split)
     splits = splits or choice.searched or values[DELAY]
     if splits and values.config.train.compile:
@@ -115,7 +116,7 @@ def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: V
 
 
 def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
-    """Refuse to hide the exchange of experts if there is none, or if no schedule's pairs can hide it."""
+    """Add violations for hiding the exchange of experts if there is none, or if the schedule has no pairs for it."""
     asked = [key for key in (OVERLAP, DELAY) if values[key]]
     if not asked:
         return
@@ -134,14 +135,14 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
         name = AUTO if choice.searched else choice.name
         message = f"{OVERLAP} runs a forward beside a backward, as {named} can; schedule {name} cannot"
         refuse(message, {SCHEDULE: fitting_policy(vpp), CSV: None})
-    elif in_batches(values.config) and not is_plain(values.config):  # which runs without pairs, and says so
+    elif in_batches(values.config) and not is_plain(values.config):  # plain transport runs without pairs, and says so
         message = f"{OVERLAP} needs a forward and a backward with no batch of messages between the two"
         refuse(message, {"parallel.overlap_p2p_comm": True, "parallel.batch_p2p_comm": False})
 
 
 def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
-    """The least number of microbatches with which ranks hold as much as with all: 1F1B, plain or interleaved, repeats
-    itself."""
+    """The least number of microbatches with which ranks hold as much as with all; less than all for 1F1B, plain or
+    interleaved, which repeats itself."""
     if choice.policy is None or not choice.policy.settles or values["pipeline.extra_warmup"] == "auto":
         return num_microbatches
     pp: int = values["pp"]
@@ -150,7 +151,7 @@ def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
 
 
 def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, violations: Violations) -> None:
-    """Refuse a step with more actions than anyone can plan: some size is not what was meant."""
+    """Add a violation for a step with too many actions to plan: some size must be a mistake."""
     if num_stages > MOST_STAGES:
         message = f"the layout has {num_stages:,} stages; a plan holds at most {MOST_STAGES:,}"
         ways: tuple[Overrides, ...] = ({"layout": None}, {"layout": None, "vpp": 1})
@@ -185,7 +186,7 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
 
 
 def check_filled(values: ConfigValues, choice: Choice, vpp: int, batch: BatchSplit, violations: Violations) -> None:
-    """Refuse fewer microbatches in a schedule call than the policy has lists for."""
+    """Add a violation for fewer microbatches in a schedule call than the policy has lists for."""
     policy, pp, count, mbs = choice.policy, values["pp"], batch.num_microbatches, batch.micro_batch_size
     if policy is None or choice.searched or count >= (least := policy.needs_microbatches(pp)):
         return
@@ -209,8 +210,8 @@ def _chosen(vpp: int, why: str) -> Derived:
 def compute_only(
     values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
 ) -> Schedule:
-    """The chosen policy's schedule, or the file's. A group size counts only if the user set it: else it is pp. A
-    policy's pairs hide the exchange of experts, without which they would only wait for two messages in place of one."""
+    """The chosen policy's schedule, or the file's. A group size counts only if the user set it, else it is pp. A
+    policy's pairs stay only if there is an exchange of experts to hide; else they would just wait for two messages."""
     if choice.schedule is not None:
         return choice.schedule
     schedule = make_schedule(
@@ -231,13 +232,13 @@ def compute_only(
 
 
 class ProvedSchedule(NamedTuple):
-    """A compute-only schedule, what it was lowered to, and what is wrong with that."""
+    """A compute-only schedule, its lowered form, and the problems of that."""
 
     plain: Schedule
     schedule: Schedule
     wrong: list[Problem]
     run: Execution | None = None
-    """How it was run to its end, at the costs that were given."""
+    """The execution of the lowered schedule at the given costs."""
 
 
 def proved(
@@ -247,11 +248,10 @@ def proved(
     costs: Costs | None = None,
     like: ProvedSchedule | None = None,
 ) -> ProvedSchedule:
-    """The lowered schedule, without what frozen stages do not need, and all that is wrong with it, or with its
-    forward-only twin if a capacity is set.
-
-    `plain` has all backwards; only a file may be without those of the frozen stages. The proof runs the schedule, at
-    `costs` if there are any. Lists that repeat those of a proof that it is `like` need no second proof.
+    """The lowered schedule, without actions that frozen stages do not need, and all its problems; if a capacity is set
+    also those of its forward-only twin. `plain` has all backwards; only a file may lack those of the frozen stages. The
+    proof runs the schedule, at `costs` if there are any. Lists that repeat the lists of the proof `like` are not proved
+    again.
     """
     capacity = values[CAPACITY]
     if plain.name == FROM_FILE and frozen_stages and verify(plain):
@@ -262,7 +262,7 @@ def proved(
         return ProvedSchedule(plain, plain, of_file)
     try:
         free = lower(plain, batched=in_batches(values.config))
-    except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
+    except ScheduleError:  # among policies, only a too long warm-up hangs at any capacity
         wrong = [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)]
         return ProvedSchedule(plain, plain, wrong)
     schedule = free if capacity is None or free.batched else lower(plain, capacity=capacity)
@@ -296,11 +296,11 @@ def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Prove
 EXTRA = "pipeline.extra_warmup"
 
 CLOSE = 1.005
-"""A step is as good as the best one if it takes at most this much longer: activations are not spent on less."""
+"""A step counts as good as the best if it takes at most this much longer: smaller gains are not worth activations."""
 
 
 def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -> None:
-    """Refuse what cannot take effect: no number, more than a rank can use, or a schedule without a warm-up."""
+    """Add violations for a warm-up without effect: no number, more than a rank can use, or a schedule without one."""
     extra, pp = values[EXTRA], values["pp"]
     if extra == AUTO or (extra == 0 and not isinstance(extra, bool)):
         return
@@ -332,7 +332,7 @@ def decide_warmup(
 
     `auto` simulates the step at `costs()`, messages included, for 0, the powers of two below pp and pp - 1, and takes
     the smallest that is close to the best among those that fit into launch.device_memory. `make` returns the
-    compute-only schedule of a warm-up, `price` what its ranks hold.
+    compute-only schedule of a warm-up, `price` the memory of its ranks.
     """
     if values[EXTRA] != AUTO:
         return values[EXTRA], ()
@@ -356,7 +356,7 @@ def decide_warmup(
 def simulated_steps(
     pp: int, costs: Costs, make: Callable[[int], Schedule], fits: Callable[[Schedule], bool] = lambda schedule: True
 ) -> dict[int, float]:
-    """Seconds of a step by extra warm-up, as far as its memory `fits`: none is always there."""
+    """Extra warm-up -> seconds of a step, for 0 and those whose memory `fits`."""
     times: dict[int, float] = {}
     for extra in sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)}):
         schedule = make(extra)
@@ -365,7 +365,7 @@ def simulated_steps(
         try:
             times[extra] = step_time(simulate(schedule, costs))
         except ScheduleError:
-            break  # a group of microbatches leaves no room for more; nor for more than that
+            break  # a group of microbatches leaves no room for this or more
     return times
 
 

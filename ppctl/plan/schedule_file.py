@@ -1,4 +1,4 @@
-"""The schedule from a CSV file (`pipeline.pp_schedule_csv`), and how it may disagree with the sizes.
+"""The schedule from a CSV file (`pipeline.pp_schedule_csv`), and its disagreements with the sizes.
 
 One of the two files that planning reads (`profile` reads the other).
 """
@@ -38,7 +38,7 @@ def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule
 
 
 def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int, str] | None:
-    """How many chunks per rank the schedule asks for, if it does; and why."""
+    """(the number of chunks per rank that the schedule needs, why); None if it needs no particular number."""
     if schedule is not None:
         stages, pp = schedule.placement.num_stages, schedule.placement.pp
         return max(1, stages // pp), f"{values[CSV]} has {stages} stages on {pp} rows"
@@ -73,7 +73,8 @@ def choose_file(
 def _disagreements(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None
 ) -> Iterator[Violation]:
-    """Differences between the config and a file's schedule: pp, stages or microbatches. A wrong pp hides the rest."""
+    """Violations for pp, stages or microbatches of a file's schedule that differ from the config; for pp alone if it
+    does."""
     path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
     if rows != values["pp"]:
         message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"

@@ -36,21 +36,21 @@ from ppctl.topology import ParallelSizes
 LESS_THAN_ANY = "PP-E321"
 
 _AGAIN = 3
-"""How many searches there are at most, each with less memory and a smaller part of the allowance than the one before,
-if what was found does not fit: its receives and its sums of gradients are known only then."""
+"""The most searches, each with less memory and a smaller part of the allowance than the previous, if a result does not
+fit: its receives and sums of gradients are known only afterwards."""
 
 _MARGIN = 0.02
-"""Share of a rank's limit that such a search leaves free: memory that it does not count differs between orders."""
+"""Share of a rank's limit that these searches leave free: memory that they do not count differs between orders."""
 
 _QUICK = 2
-"""How many orders the first of these limits follows from: one microbatch after another, and what a rule makes then."""
+"""The number of orders from which the first limit follows: one microbatch after another, and then a rule's order."""
 
 _NEVER = float("inf")
 _GIB = 2**30
 
 
 class Way(NamedTuple):
-    """One placement of the stages, what they cost and hold there, and what ranks hold under a schedule."""
+    """One placement of the stages, their costs and bytes there, and the ranks' bytes under a schedule."""
 
     placement: Placement
     stages: tuple[StageSpec, ...]
@@ -61,13 +61,13 @@ class Way(NamedTuple):
 
 
 Searched = tuple[Choice, float]
-"""The choice that a search came to, and the seconds of a call under it."""
+"""The choice of a search, and the seconds of a call under it."""
 
 
 def check_memory(
     values: ConfigValues, costs: Sequence[StageCost], num_microbatches: int, violations: Violations
 ) -> None:
-    """Refuse a `pipeline.schedule_memory` that no schedule keeps."""
+    """Add a violation for a `pipeline.schedule_memory` that no schedule keeps."""
     if values[MEMORY] is None:
         return
     pp, kept = values["pp"], [cost.activation_bytes for cost in costs]
@@ -86,15 +86,15 @@ def check_memory(
 
 
 def least_held(ways: Sequence[Way], num_microbatches: int) -> Sequence[RankCost]:
-    """The least that the pp_ranks can hold: one microbatch after another, on the placement that suits it."""
+    """The least that the pp_ranks can hold: one microbatch after another, on the placement with the lowest peak."""
     return _alone(_smallest(ways, num_microbatches), num_microbatches)
 
 
 def search_schedule(
     values: ConfigValues, sizes: ParallelSizes, ways: Sequence[Way], num_microbatches: int, share: int = 1
 ) -> Searched:
-    """Search all ways, with a part of the allowance each; `share` is how many such calls there are. If a device has no
-    room for one microbatch after another, that is the choice."""
+    """Search all ways, with a part of the allowance each, which `share` such calls divide. If a device has no room even
+    for one microbatch after another, that order is the choice."""
     device = device_limit(values.config, sizes)
     best: Searched | None = None
     for way in ways:
@@ -111,8 +111,8 @@ def search_schedule(
 
 
 def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microbatches: int) -> Choice | None:
-    """The schedule of a run's earlier plan, if that is for the same pipeline: a run keeps what was found for it. None
-    if stages are frozen, whose backwards that plan is without: the search finds the same order."""
+    """The searched schedule of a run's earlier plan, if its pipeline is the same: a run keeps its schedule. None if
+    stages are frozen, since that plan lacks their backwards; the search finds the same order."""
     if plan is None or plan.layout != layout or plan.num_microbatches != num_microbatches:
         return None
     if plan.schedule.frozen_stages:
@@ -133,13 +133,13 @@ def timed(values: ConfigValues, ways: Sequence[Way], choice: Choice) -> float:
 
 
 def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice:
-    """With a line on the best named schedule on the layout that suits it best, whatever memory it takes."""
+    """The choice with a line on the best named schedule, with its best layout and any memory."""
     equation = f"beside it {name} {seconds:.4g} s a call: the best named schedule, on its best layout {layout}"
     return choice._replace(derived=(*choice.derived, Derived("named schedule", name, equation)))
 
 
 def _alone(way: Way, num_microbatches: int) -> Sequence[RankCost]:
-    """Bytes of the ranks while one microbatch goes through after another: after the second one nothing is new."""
+    """Bytes of the ranks while one microbatch goes through after another; the peak is reached by the second."""
     return way.rank_costs(lower(one_by_one(way.placement, min(num_microbatches, 2))))
 
 
@@ -152,7 +152,7 @@ def _peak(costs: Sequence[RankCost]) -> int:
 
 
 class _Timed(NamedTuple):
-    """A candidate as the plan judges it: lowered, with capacities, messages and gradient sums."""
+    """A candidate with its seconds as the plan has them: lowered, with capacities, messages and gradient sums."""
 
     seconds: float
     number: int
@@ -161,8 +161,8 @@ class _Timed(NamedTuple):
 
 
 class _PlacementSearch:
-    """The search for one placement, by the plan's own bytes: new orders, named ones, one microbatch after another. What
-    waits for W counts as what it is, or under `pipeline.schedule_memory` as activations that are whole until W."""
+    """The search for one placement, by the plan's own bytes: new orders, named ones, one microbatch after another.
+    Operands for W count with their bytes, or under `pipeline.schedule_memory` as activations that are whole until W."""
 
     def __init__(self, values: ConfigValues, way: Way, num_microbatches: int, device: DeviceLimit | None) -> None:
         self.values, self.way, self.device = values, way, device
@@ -177,7 +177,7 @@ class _PlacementSearch:
         self.judged: dict[int, _Timed | None] = {}
 
     def run(self, allowance: int, before: Searched | None) -> Searched | None:
-        """The fastest that fits; None if that is not faster than what another placement gave `before`."""
+        """The fastest schedule that fits; None if it is not faster than `before`, the result of another placement."""
         enough = _NEVER if before is None else before[1]
         bound = Lanes.of(self.task).bound()
         if bound >= enough:
@@ -201,7 +201,7 @@ class _PlacementSearch:
         return choice, best.seconds
 
     def _results(self, allowance: int) -> list[FoundSchedule]:
-        """Results within the memory that is left for activations, and within less if the plan does not fit."""
+        """Search results within the memory for activations, and within less if the plan does not fit."""
         limits, results = self._limits(), list[FoundSchedule]()
         for search in range(1, 1 + _AGAIN):
             within = [max(pair) for pair in zip(limits, self.task.limits, strict=True)]
@@ -215,7 +215,7 @@ class _PlacementSearch:
         return results
 
     def _within(self) -> str:
-        """The limits of the search in words: what was typed, and the same in the other unit."""
+        """The limits of the search in words: the typed value, and the same in the other unit."""
         asked, parts = self.values[MEMORY], [] if self.device is None else [LIMIT]
         if asked is not None:
             unit = unit_of_memory(self.task.sizes, self.task.placement.pp, self.task.num_microbatches)
@@ -243,8 +243,8 @@ class _PlacementSearch:
     def _fastest(
         self, candidates: Sequence[Schedule], least: Sequence[float], numbers: Iterable[int], enough: float
     ) -> _Timed | None:
-        """The fastest candidate that fits, of those that may take less than `enough`; `least` is what each may take: as
-        it runs, no order is faster than without messages."""
+        """The fastest fitting candidate that may take less than `enough`; `least` has each candidate's least seconds,
+        without messages."""
         best: _Timed | None = None
         for number in sorted(numbers, key=least.__getitem__):
             if least[number] > (enough if best is None else best.seconds) * (1 + ROUNDING):
@@ -258,11 +258,12 @@ class _PlacementSearch:
     def _timed(self, number: int, plain: Schedule) -> _Timed | None:
         """A candidate's seconds; None if it does not fit, or hangs at the capacity that is set."""
         if min(self._room(plain)) < 0:
-            return None  # even without its messages
+            return None  # it hangs even without messages
         proof = self._proof(plain)
         if proof.wrong or min(self._room(proof.schedule)) < 0:
             return None
-        return _Timed(float(f"{_seconds(self.way, proof):.9g}"), number, plain)  # equal but for rounding
+        # rounded, so that equal times compare equal
+        return _Timed(float(f"{_seconds(self.way, proof):.9g}"), number, plain)
 
     def _proof(self, plain: Schedule) -> ProvedSchedule:
         if id(plain) not in self.proofs:
@@ -270,7 +271,7 @@ class _PlacementSearch:
         return self.proofs[id(plain)]
 
     def _room(self, schedule: Schedule) -> list[float]:
-        """Bytes that a schedule leaves free on every rank; below zero what it holds over the device."""
+        """Bytes that a schedule leaves free on every rank; negative if it exceeds the device."""
         if self.device is None:
             return [0.0] * self.way.placement.pp
         return [float(self.device.available_bytes - cost.peak_bytes) for cost in self.way.rank_costs(schedule)]

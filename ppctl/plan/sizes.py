@@ -1,4 +1,4 @@
-"""The world and the batch: which sizes follow from which, each by one equation."""
+"""The world and the batch: the sizes that follow from others, each by one equation."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ AXES = ("tp", "cp", "pp")
 """The axes that divide one replica of the model; dp is the number of replicas."""
 
 CALL = "pipeline.pp_batch_size"
-"""Samples of one schedule call on a dp rank. It counts if the user set it: else a step is one call."""
+"""Samples of one schedule call on a dp rank, if the user set it: else a step is one call."""
 
 CONTEXT = "PP-E223"
-"""The code of ways to exchange a sequence that do not fit the sizes."""
+"""The code for ways to exchange a sequence that do not fit the sizes."""
 KINDS, LEVELS = "model.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"
 
 RANK_ORDER = "parallel.order"
 
 TOO_MUCH = "PP-E214"
-"""The code of a product of sizes that no plan can bear."""
+"""The code for products of sizes that are too large to plan."""
 
 _LONGEST_SEARCH = 100_000
-"""Divisors are tried up to here: a typing error may be any number, and its remedy must not take a minute."""
+"""The largest divisor tried: a typing error may be any number, and its remedy must not take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class BatchSplit:
 
 
 def beyond(values: ConfigValues) -> Violations:
-    """Values that their fields do not allow: remedies that lead to such are not offered."""
+    """The violations of values beyond their keys' limits, so that no remedy leads to such values."""
     return [
         Violation("PP-E103", key, f"{key} is beyond its limit", values.cite(key))
         for key in beyond_limits(values.config)
@@ -56,8 +56,8 @@ def beyond(values: ConfigValues) -> Violations:
 def derive_world(
     values: ConfigValues, violations: Violations
 ) -> tuple[ParallelSizes, tuple[Derived, ...]] | tuple[None, tuple[()]]:
-    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, if it cannot
-    be divided so. A replica has tp x cp x pp ranks, the job nodes x gpus_per_node, dp is the ratio."""
+    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, if that is
+    impossible. A replica has tp x cp x pp ranks, the job nodes x gpus_per_node, dp is the ratio."""
     replica = prod(values[axis] for axis in AXES)
     needed = replica * (values["dp"] or 1)
     nodes, gpus = values["nodes"], values["gpus_per_node"]
@@ -113,7 +113,7 @@ def _too_many_ranks(values: ConfigValues, equation: str) -> Violation:
 
 
 def check_stages(values: ConfigValues, violations: Violations) -> None:
-    """Refuse more stages than a plan can bear, before anything is built from them."""
+    """Add a violation for more stages than a plan may have, before anything is built from them."""
     pp, vpp = values["pp"], values["vpp"] or 1
     if pp * vpp > MOST_STAGES:
         message = f"pp {pp} x vpp {vpp} = {pp * vpp} stages; a plan holds at most {MOST_STAGES}"
@@ -122,7 +122,7 @@ def check_stages(values: ConfigValues, violations: Violations) -> None:
 
 
 def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Violation:
-    """The violation of a world that the axes do not divide (PP-E204), or not multiply to with a given dp (PP-E203)."""
+    """The violation of a world that the axes do not divide (PP-E204), or that contradicts a given dp (PP-E203)."""
     replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     code = "PP-E203" if dp else "PP-E204"
     right = f"{factors} x dp {dp} = {replica * dp}" if dp else f"{factors} = {replica} ranks per replica of the model"
@@ -153,7 +153,7 @@ def _worlds(values: ConfigValues, world: int, nodes: int, gpus: int) -> Iterator
 
 
 def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[int, int, int] | None:
-    """(ep, etp, edp) with etp x ep x edp = tp x cp x dp."""
+    """(ep, etp, edp) with etp x ep x edp = tp x cp x dp; None, with a violation, if they do not divide."""
     experts, ep = values["model.num_moe_experts"] or 0, values["ep"]
     etp = values["etp"] if values.is_set("etp") else values["tp"]
     if ep > 1 and experts == 0:
@@ -175,8 +175,8 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
 
 
 def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
-    """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world, which
-    is the first where nothing says how large it is."""
+    """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world (first,
+    if nothing sets the world's size)."""
     open_world = not (values["nodes"] or values["gpus_per_node"] or values["dp"])
     if open_world:
         yield {"dp": -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])}
@@ -191,7 +191,7 @@ def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Itera
 
 
 def _pipelines_apart(values: ConfigValues, sizes: ParallelSizes) -> Violation:
-    """The order would make other pipelines of the ranks for experts than for the rest of the model."""
+    """The violation of an order that makes different pipelines for experts and for the rest of the model."""
     dense, expert = sizes.pipeline_strides
     message = (
         f"{RANK_ORDER} {sizes.order} makes two kinds of pipelines: neighbours are {dense} ranks apart, "
@@ -203,7 +203,7 @@ def _pipelines_apart(values: ConfigValues, sizes: ParallelSizes) -> Violation:
 
 
 def _across_nodes(values: ConfigValues, sizes: ParallelSizes, ranks: int) -> Derived:
-    """Which axes have groups on several nodes, in the order in which ranks count."""
+    """The line on axes with groups on several nodes, in the order of the ranks' axes."""
     experts = ("etp", "ep", "edp") if values["model.num_moe_experts"] else ()
     axes = [axis for axis in ("tp", "cp", "dp", "pp", *experts) if getattr(sizes, axis) > 1]
     crossing = [axis for axis in axes if sizes.crosses(axis, ranks)]
@@ -215,7 +215,7 @@ def _across_nodes(values: ConfigValues, sizes: ParallelSizes, ranks: int) -> Der
 
 
 def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None:
-    """Refuse sizes that tp, cp or etp do not divide evenly; of words each rank must have some."""
+    """Add violations for sizes that tp, cp or etp do not divide, and for ranks without words of the vocabulary."""
     tp, cp = values["tp"], values["cp"]
     experts = values["model.num_moe_experts"] or 0
     pieces = cp * tp if values[SEQUENCE] else cp
@@ -259,7 +259,7 @@ SEQUENCE = "parallel.sequence_parallel"
 
 
 def _divide_groups(values: ConfigValues, violations: Violations) -> None:
-    """Groups of keys and values: tp divides them, or they divide tp, and several ranks have the same one."""
+    """Add a violation unless tp divides the groups of keys and values, or they divide tp (ranks then share a group)."""
     key, tp = "model.num_query_groups", values["tp"]
     groups = values[key]
     if values["model.multi_latent_attention"] or not groups or groups % tp == 0 or tp % groups == 0:
@@ -270,7 +270,8 @@ def _divide_groups(values: ConfigValues, violations: Violations) -> None:
 
 
 def _divide_context(values: ConfigValues, violations: Violations) -> None:
-    """The levels of context parallelism must make up cp, and ranks that exchange heads must divide these."""
+    """Add violations if the levels of context parallelism do not make cp, or ranks that exchange heads do not divide
+    them."""
     cp, listed, levels = values["cp"], values[KINDS], values[LEVELS]
     kinds = {listed} if isinstance(listed, str) else set(listed)
     hierarchical, place = "a2a+p2p" in kinds, values.cite("cp", KINDS, LEVELS)
@@ -289,7 +290,7 @@ def _divide_context(values: ConfigValues, violations: Violations) -> None:
 
 
 def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pairs: list[list[int]]) -> None:
-    """Problems of `ranks` that exchange heads; `pairs` are the possible levels of cp."""
+    """Add a violation if `ranks` that exchange heads do not divide these; `pairs` are the possible levels of cp."""
     tp, heads = values["tp"], values["model.num_attention_heads"]
     if heads % tp or heads // tp % ranks == 0:
         return
@@ -302,8 +303,9 @@ def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pair
 
 
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> BatchSplit | None:
-    """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size. If pp_batch_size is set, a
-    schedule call takes so many samples on every dp rank, and gradient_accumulation_steps calls make a step."""
+    """The batch, from global_batch_size = dp x num_microbatches x micro_batch_size; None with a violation. With
+    pp_batch_size, a schedule call takes that many samples of a dp rank; gradient_accumulation_steps calls make a
+    step."""
     key = "pipeline.pp_microbatch_size"
     if not values.is_set(key) or values.is_set("mbs"):
         key = "mbs"
@@ -326,7 +328,7 @@ def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch
 
 
 def _ragged_call(values: ConfigValues, key: str, call: int, share: int) -> Violation:
-    """pp_batch_size is no whole number of microbatches; `share` is a dp rank's part of the global batch."""
+    """The violation of a pp_batch_size of no whole number of microbatches; `share` is a dp rank's part of the batch."""
     mbs = values[key]
     message = f"{CALL} {call} = num_microbatches x micro_batch_size {mbs} has no whole solution"
     fitting = [size for size in nearest_divisors(share, call) if size % mbs == 0]
@@ -335,7 +337,7 @@ def _ragged_call(values: ConfigValues, key: str, call: int, share: int) -> Viola
 
 
 def _ragged_batch(values: ConfigValues, key: str, dp: int) -> Violation:
-    """The global batch is no whole number of microbatches, or of schedule calls, on every dp rank."""
+    """The violation of a global batch of no whole number of microbatches, or of schedule calls, per dp rank."""
     mbs, gbs, call = values[key], values["gbs"], values[CALL] if values.is_set(CALL) else None
     terms = f"num_microbatches x micro_batch_size {mbs}"
     if call is not None:
@@ -346,7 +348,7 @@ def _ragged_batch(values: ConfigValues, key: str, dp: int) -> Violation:
     ways = [{"gbs": size} for size in nearest_multiples(dp * (call or mbs), gbs)]
     if gbs % dp == 0:
         sizes = nearest_divisors(gbs // dp, call or mbs)
-        # The nearest may leave fewer microbatches than the schedule needs.
+        # The nearest multiple may leave fewer microbatches than the schedule needs.
         ways += [{key: size} for size in (*sizes, 1)] if call is None else [{CALL: size} for size in sizes]
     return Violation("PP-E211", "gbs", message, place, *ways)
 

@@ -1,6 +1,6 @@
 """Megatron's and NeMo's options for splitting the layers, each compiled to a layout, the one source of truth.
 
-Each means what it does in its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), but is
+Each has the meaning of its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), but is
 refused if it would lose layers.
 """
 
@@ -56,8 +56,7 @@ def used_options(values: ConfigValues) -> list[str]:
 
 
 def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, Derived] | None:
-    """The layout that the split options ask for, and its equation; None if there are none or, with a violation, they
-    do not fit."""
+    """The layout by the split options, and its equation; None if none is set or, with a violation, none fits."""
     used = used_options(values)
     if not used:
         return None
@@ -76,8 +75,7 @@ def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, De
 
 
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
-    """The layout string that the split options in `used` make, and its reason. Raises Unfit if they exclude each
-    other."""
+    """The layout string from the split options in `used`, and its reason. Raises Unfit if they exclude each other."""
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
         raise Unfit(f"a layout already determines what {names} set; use only one of them", {"layout": None})
@@ -93,6 +91,7 @@ def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
 
 
 def _layout(counts: list[int], values: ConfigValues) -> str:
+    """The layout with these numbers of layers per stage. Raises Unfit if it would be too long."""
     if sum(counts) + len(counts) > MAX_ITEMS:
         raise Unfit(f"{values['model.num_layers']:,} layers in {len(counts):,} stages are more than a layout holds")
     stages = ["t" * count for count in counts]
@@ -102,7 +101,8 @@ def _layout(counts: list[int], values: ConfigValues) -> str:
 
 
 def _ends(values: ConfigValues) -> tuple[list[int], str]:
-    """First and last pp_rank as set, the rest even; every pp_rank's layers evenly over its chunks."""
+    """(layers per stage, reason): first and last pp_rank as set, the others even; chunks share a pp_rank's layers
+    evenly."""
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or 1
     ends = {key: values[key] for key in (FIRST, LAST) if values[key] is not None}
     for key, count in ends.items():
@@ -129,7 +129,7 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
 
 
 def _accounted(values: ConfigValues) -> tuple[list[int], str]:
-    """An even split in which the embedding and the loss count as a layer if that is asked for."""
+    """(layers per stage, reason) of an even split; embedding and loss count as a layer each if the options say so."""
     layers, pp = values["model.num_layers"], values["pp"]
     extra = [name for key, name in ((EMBEDDING, "the embedding"), (LOSS, "the loss")) if values[key]]
     total = layers + len(extra)
@@ -158,24 +158,25 @@ def _accounted(values: ConfigValues) -> tuple[list[int], str]:
 
 
 def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
-    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded if asked, then split evenly."""
-    layers, pp, size, how = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
+    """(layout, reason) by NeMo's rule: ceil(layers / layers_per_stage) stages, rounded if asked, then split evenly."""
+    layers, pp, size, mode = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
-        raise Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
+        raise Unfit(f"{ROUND}={mode} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
     policy = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
     single = POLICIES[policy].chunks == 1 if policy and policy != AUTO else -(-layers // max(size, 1)) <= pp
-    stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
+    stages, vpp = calculate_virtual_stages(layers, size, pp, single, mode)
     if stages > layers:
         raise Unfit(f"{stages} stages are more than the {layers} layers", {PER_STAGE: None, ROUND: None})
     if values["vpp"] not in (None, vpp):
         message = f"{PER_STAGE}={size} makes {vpp} stages per pp_rank, not vpp {values['vpp']}"
         raise Unfit(message, {"vpp": vpp}, {"vpp": None})
     text = even_layout(layers, stages, values["model.mtp_num_layers"] or 0)
-    rounded = f", rounded {how}" if how and stages != -(-layers // size) else ""
+    rounded = f", rounded {mode}" if mode and stages != -(-layers // size) else ""
     return text, f"{layers} layers in stages of {size} make {stages} stages{rounded}, split evenly"
 
 
 def _by_names(values: ConfigValues) -> str:
+    """The layout by modules' names. Raises Unfit if its stages do not fit pp and vpp."""
     parts: Any = values[NAMES]
     foreign = foreign_of(values.config.model)
     stages = stages_by_names(parts, values["model.num_layers"], None if foreign is None else foreign.anatomy)
@@ -187,8 +188,7 @@ def _by_names(values: ConfigValues) -> str:
 
 def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: Anatomy | None) -> tuple[str, ...]:
     """The letters of each stage (`Ett`; the final norm goes with the head) from the names of its modules, in ppctl's
-    decoder or in the model of `anatomy`. Raises Unfit for unknown names, and for layers that are not all there in
-    order."""
+    decoder or in the model of `anatomy`. Raises Unfit for unknown names, and missing or misplaced layers."""
     stages, order = [], []
     for number, part in enumerate(parts):
         modules = list(_modules(number, part, anatomy))
@@ -207,8 +207,8 @@ def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: An
 
 
 def _modules(number: int, part: Any, anatomy: Anatomy | None) -> Iterator[str | int]:
-    """The modules of one part: decoder layers as numbers, others by name. Raises Unfit for a name that the model does
-    not have."""
+    """The modules of one part: decoder layers as numbers, others by name. Raises Unfit for a name unknown to the
+    model."""
     for name in part:
         if anatomy is not None:
             yield from _foreign_module(number, str(name), anatomy)

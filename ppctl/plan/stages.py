@@ -1,6 +1,5 @@
-"""The layers of every stage, the tensors that it receives and sends, and what data-parallel ranks divide of it.
-
-Of the last: the shares of Muon's owners, and the memory of sums and of an optimizer step.
+"""The layers of every stage, the tensors that it receives and sends, and the division of its state over data-parallel
+ranks: Muon's owners, and the memory of sums and of an optimizer step.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def stage_specs(
     states, decoders = 1, 0
     for stage in range(count):
         layers = parse_layers(layout.layer_names(stage))
-        # MTP's hidden states travel on beside the main ones, to where the loss is.
+        # MTP's hidden states are sent on beside the main ones, to the loss's stage.
         states += count_of("mtp", layers)
         decoders += count_of("decoder", layers)
         routed = () if foreign is None else _router_logits(config, foreign, decoders, message)
@@ -75,7 +74,7 @@ def stage_specs(
 
 
 def frozen_stages(model: ModelConfig, stages: Sequence[StageSpec]) -> int:
-    """How many first stages train nothing, so that no gradient is of use in them (decision 65)."""
+    """How many first stages train nothing, and so need no gradients (decision 65)."""
     return next((stage.stage for stage in stages if trained_count(model, stage.layers).total()), 0)
 
 
@@ -97,8 +96,8 @@ def _router_logits(
     if logits is None or not number:
         return ()
     cast, tokens = autocast_dtype(config.parallel), state.shape[0] * state.shape[1]
-    wide = logits.wide if cast is None else logits.wide_in_autocast
-    return (TensorSpec((number, tokens, logits.width), "float32" if wide else cast or state.dtype),)
+    fp32 = logits.wide if cast is None else logits.wide_in_autocast
+    return (TensorSpec((number, tokens, logits.width), "float32" if fp32 else cast or state.dtype),)
 
 
 def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -110,12 +109,12 @@ def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[s
 
 
 def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:
-    """The kind of data-parallel sharding; `none` if there is no other rank to share with."""
+    """The kind of data-parallel sharding; `none` also with a single replica."""
     return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
 
 
 def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: ParallelSizes) -> Orthogonalised:
-    """The matrices of a pp_rank with stages of these layers that Muon moves; nothing if AdamW moves all."""
+    """The matrices that Muon updates on a pp_rank with stages of these layers; none if AdamW updates all."""
     if config.optim.name != "muon":
         return ADAMW_ALONE
     shared = sharding_of(config, sizes) != "none"
@@ -126,7 +125,7 @@ def updating_bytes(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State
 ) -> int:
     """The most bytes that a rank holds while the optimizer steps: weights and optimizer state of `state`, gradients or
-    this rank's parts of them, and Muon's buffers; 0 for an allocator that does not count that moment."""
+    this rank's parts of them, and Muon's buffers; 0 for an allocator without figures for backwards."""
     if not setting.allocator.backward:
         return 0
     sharding, precision, model = sharding_of(config, sizes), precision_of(config), config.model
@@ -143,8 +142,8 @@ def updating_bytes(
 def summed_copies(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> dict[int, int]:
-    """By stage, the bytes of a copy that whole gradients are summed in over replicas; empty if none is made, or
-    allocators know nothing of it."""
+    """By stage, the bytes of the copy in which whole gradients are summed over replicas; empty if no copy is made, or
+    for an allocator without figures for backwards."""
     if not setting.allocator.backward or sizes.dp * sizes.cp * sizes.edp == 1 or sharding_of(config, sizes) != "none":
         return {}
     width = precision_of(config).gradient
@@ -154,7 +153,7 @@ def summed_copies(
 def while_summed(
     actions: Sequence[Action], kept: Sequence[int], copies: Mapping[int, int], ends: Ends | None = None
 ) -> int:
-    """The most bytes of activations and such a copy at once: after the last backward of each stage."""
+    """The most bytes of activations and `copies` together: after the last backward of each stage."""
     frees = dict.fromkeys(LIFE_ENDS, kept) if ends is None else ends.frees
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)

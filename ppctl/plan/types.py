@@ -12,7 +12,7 @@ from ppctl.schedule.action import Schedule
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """One level of a dataclass; `asdict` copies every leaf and takes ten times as long."""
+    """The fields of one level of a dataclass; `asdict` copies every leaf and takes ten times as long."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
@@ -21,7 +21,7 @@ _Stage = TypeVar("_Stage")
 
 
 def once_a_kind(kinds: Sequence[Hashable], stages: Sequence[_Stage], price: Callable[[_Stage], _Price]) -> list[_Price]:
-    """The price of every stage; those of one kind (`geometry.layers.alike`) are priced once."""
+    """The price of every stage; stages of one kind (`geometry.layers.alike`) are priced once."""
     known = {kind: price(stage) for kind, stage in dict(zip(kinds, stages, strict=True)).items()}
     return [known[kind] for kind in kinds]
 
@@ -36,13 +36,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One stage: what it holds and what crosses its edges. Enough to build it."""
+    """One stage: its layers and messages, enough to build it."""
 
     stage: int
     pp_rank: int
     vpp_rank: int
     layers: tuple[Layer, ...]
-    """In model order: embedding, decoder, mtp, loss; empty for a stage that only passes on."""
+    """In model order: embedding, decoder, mtp, loss; empty for a stage that only passes messages on."""
     receives: tuple[TensorSpec, ...]
     """The activation message that comes in (empty on the first stage); its gradient goes back in the same shape."""
     sends: tuple[TensorSpec, ...]
@@ -53,11 +53,11 @@ class StageSpec:
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
     flops_backward: int | None = None
-    """Operations of a backward if some weights are frozen; None: those of two forwards."""
+    """Operations of a backward if some weights are frozen; None: twice the forward's."""
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of one microbatch's forward and backward. What is computed again does not count."""
+        """Model FLOPs of one microbatch's forward and backward, without recomputation."""
         return self.flops_forward + (2 * self.flops_forward if self.flops_backward is None else self.flops_backward)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,20 +77,20 @@ class RankCost:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Most at once, over the schedule of this rank."""
+    """The peak of activations over the schedule of this rank."""
     peak_bytes: int
     in_flight: int
     """Most (stage, microbatch) activations alive at once, from the start of F to the end of B (or of W)."""
     buffer_bytes: int = 0
-    """Bytes that live from step to step beside state: the libraries' workspaces, buffers of the chunks."""
+    """Permanent bytes beside state: the libraries' workspaces, buffers of the chunks."""
     message_bytes: int = 0
     """Receives that are posted ahead, at the channels' capacities."""
     host_bytes: int = 0
-    """Most at once in host memory, of activations that were moved there."""
+    """The peak of offloaded activations in host memory."""
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer."""
+        """Bytes of weights, gradients and optimizer state."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -102,7 +102,7 @@ class Exchange(NamedTuple):
     """A collective by torch's name, or `send`."""
     number: int
     bytes: int
-    """Bytes that it sends in a ring: for a gather or scatter other ranks' parts, for an all_reduce both."""
+    """Bytes that the rank sends in a ring: for a gather or scatter other ranks' parts, for an all_reduce both."""
 
 
 class DeviceLimit(NamedTuple):
@@ -111,17 +111,17 @@ class DeviceLimit(NamedTuple):
     limit_bytes: int
     """Memory of the device; if ranks share it, one rank's part."""
     reserve_bytes: int
-    """Kept free for what torch does not allocate: CUDA's context, communicators."""
+    """Reserved for memory outside torch: CUDA's context, communicators."""
     ranks: int = 1
-    """How many share the device."""
+    """How many ranks share the device."""
 
     @property
     def available_bytes(self) -> int:
-        """For a plan's peak; below 0 if the reserve is larger than the device."""
+        """Bytes for a plan's peak; below 0 if the reserve is larger than the device."""
         return self.limit_bytes - self.reserve_bytes
 
     def is_tight(self, peak_bytes: int) -> bool:
-        """Whether a peak that fits leaves less than 5 % free: fragments of the allocator are in no plan."""
+        """Whether a peak that fits leaves less than 5 % free: plans do not count fragmentation."""
         return self.available_bytes >= peak_bytes > 0.95 * self.available_bytes
 
 
@@ -130,10 +130,10 @@ class StageCost(NamedTuple):
 
     forward_s: float
     input_grad_s: float
-    """Recomputation included."""
+    """The input gradient's seconds, recomputation included."""
     weight_grad_s: float
     message_s: float
-    """Time of the activation that it sends; 0 for the last stage."""
+    """Seconds of the activation message that the stage sends; 0 for the last stage."""
     message_bytes: int
     activation_bytes: int
     """Bytes of one microbatch that the stage keeps from its forward to its backward."""
@@ -142,17 +142,17 @@ class StageCost(NamedTuple):
     offloaded_bytes: int = 0
     """Bytes that move to the host in the stage's forward, and back in its backward."""
     copy_s: float = 0.0
-    """Seconds of moving `offloaded_bytes` one way: no forward and no backward is shorter."""
+    """Seconds of moving `offloaded_bytes` one way, the least time of a forward or backward."""
     exchange_s: float = 0.0
     """The part of `forward_s` in which rows are sent to experts and back."""
     exchange_back_s: float = 0.0
-    """The part of `input_grad_s` in which rows are sent to experts and back, those of recomputation included."""
+    """The part of `input_grad_s` in which rows are sent to experts and back, also in recomputation."""
     overlapped_link: float = 1.0
     """The share of a link's rate that an exchange reaches beside the other half of a pair."""
 
     @property
     def backward_s(self) -> float:
-        """Both halves."""
+        """Seconds of both halves of a backward."""
         return self.input_grad_s + self.weight_grad_s
 
     @property
@@ -173,9 +173,9 @@ class Timing:
     tokens_per_s: float = 0.0
     tokens_per_s_per_device: float = 0.0
     tflops_per_device: float = 0.0
-    """Model FLOPs, as metrics.jsonl counts them."""
+    """Model FLOPs per second, as in metrics.jsonl."""
     mfu: float | None = None
-    """Against the preset's dense bf16 peak; none if that is not known."""
+    """The share of the preset's dense bf16 peak; None if that is unknown."""
     bubbles: tuple[float, ...] = ()
     """pp_rank -> the share of the pipeline's time in which it does not compute."""
     critical: tuple[tuple[str, float], ...] = ()
@@ -189,7 +189,7 @@ class Timing:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Timing:
-        """The inverse of `to_json`. Raises ValueError for what is none of its results."""
+        """Return the Timing of data from `to_json`. Raises ValueError for any other data."""
         return read(cls, {**data, "critical": list(read(dict[str, float], data.get("critical")).items())})
 
 
@@ -199,7 +199,7 @@ class SmallerBatch(NamedTuple):
     step: int
     """Completed steps before the first step of this size, in a run from its first step."""
     steps: int
-    """How many there are, had the run no end."""
+    """The number of steps of this size in an endless run."""
     sample: int
     """Samples consumed before the first step of this size."""
     size: int

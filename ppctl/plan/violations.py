@@ -1,7 +1,7 @@
-"""A config with the source of each value, and its broken rules before they become problems, with remedies to try.
+"""A config with the source of each value, and its violations: broken rules with remedies to try.
 
-`ConfigValues` says what the config would be with more overrides on the command line, and `as_problems` keeps only
-advice that works: everything is derived again with each candidate.
+`ConfigValues.overridden` gives the config with more overrides on the command line, and `as_problems` keeps only
+remedies that work: everything is derived again with each candidate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Overrides = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ConfigValues:
-    """A config and where its values came from. Keys may be aliases (`pp`, `gbs`) or dotted names."""
+    """A config and the sources of its values. Keys may be aliases (`pp`, `gbs`) or dotted names."""
 
     config: RunConfig
     provenance: Mapping[str, str]
@@ -41,7 +41,7 @@ class ConfigValues:
         return self.provenance.get(ALIASES.get(key, key), "default")
 
     def is_set(self, key: str) -> bool:
-        """Whether the user set it, even to the default; false for what is null, a default or derived."""
+        """Whether the user set the key, even to the default; false for null, default and derived values."""
         source = self.source(key)
         return self[key] is not None and source != "default" and not source.startswith("derived")
 
@@ -51,9 +51,8 @@ class ConfigValues:
         return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in shown)
 
     def overridden(self, overrides: Overrides) -> ConfigValues:
-        """The values if `overrides` stood at the end of the command line. As when composing, a layout that is not on it
-        gives way to sizes that are, both names of a microbatch's size have one, and a run of so many samples or tokens
-        has the steps that these fill."""
+        """The values with `overrides` at the end of the command line. As in composing, typed sizes set a layout aside
+        that is not typed, both names of a microbatch's size have one value, and samples or tokens set steps."""
         config, provenance = copy.copy(self.config), dict(self.provenance)
         names = {ALIASES.get(key, key): value for key, value in overrides.items()}
         changed = any(name in names and names[name] != self[name] for name in keys_with("layout"))
@@ -81,7 +80,7 @@ def overrides_text(overrides: Overrides) -> str:
 
 
 def parse_overrides(text: str) -> Overrides:
-    """The inverse of `overrides_text` for numbers, text, lists of them and null; empty for a text without overrides."""
+    """The overrides in a text of `overrides_text` with numbers, text, lists of these and null; empty without any."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
     except ValueError:
@@ -102,17 +101,17 @@ REMEDIES = 2
 """The most remedies that a problem offers."""
 
 MEMORY = "PP-E801"
-"""Costly to judge: once one remedy is found, combined ones are not looked for."""
+"""Rules that are costly to judge: once a remedy is found, no combined ones are tried."""
 
 _CHAIN = 3
-"""The most rules that one remedy may have to mend: sizes, experts, memory."""
+"""The most rules that one remedy may mend: sizes, experts, memory."""
 
 
 Rule = tuple[str, str]
 
 
 class Violation:
-    """A broken rule. `subject` tells apart violations of one code; `candidates` are tried in order."""
+    """A broken rule. `subject` distinguishes violations of one code; `candidates` are tried in order."""
 
     __slots__ = ("candidates", "code", "message", "place", "subject")
 
@@ -125,7 +124,7 @@ class Violation:
 
     @property
     def rule(self) -> Rule:
-        """The key by which two violations are the same one."""
+        """A key that is equal for violations of the same rule."""
         return self.code, self.subject
 
 
@@ -133,7 +132,7 @@ Violations = list[Violation]
 
 
 Judge = Callable[[ConfigValues], Iterable[Violation]]
-"""Finds all that is wrong with a config."""
+"""A function that finds all violations of a config."""
 
 
 def as_problems(values: ConfigValues, violations: Iterable[Violation], judge: Judge) -> list[Problem]:
@@ -147,11 +146,9 @@ def as_problems(values: ConfigValues, violations: Iterable[Violation], judge: Ju
 
 
 def _remedies(values: ConfigValues, violation: Violation, messages: Mapping[Rule, str], judge: Judge) -> list[str]:
-    """Candidates that work: with them the violation's own rule is kept and no other is newly broken.
-
-    Those that mend everything come first, and those last with which another rule is broken by other values than it is
-    now: typed, they lead to the next refusal. A candidate that newly breaks a single other rule is tried again,
-    combined with that rule's own candidates.
+    """Candidates that work: with them the violation's own rule is kept and no other is newly broken. Candidates that
+    mend everything come first; last those with which a broken rule is broken by other values, since they lead to the
+    next refusal. A candidate that newly breaks a single rule is tried again, combined with that rule's candidates.
     """
     elsewhere = messages.keys() - {violation.rule}
     whole: list[str] = []
@@ -180,8 +177,8 @@ def _remedies(values: ConfigValues, violation: Violation, messages: Mapping[Rule
 def _combined(
     values: ConfigValues, candidate: Overrides, broken: Violation, judge: Judge, elsewhere: set[Rule], mended: set[Rule]
 ) -> Iterator[tuple[str, bool]]:
-    """The candidate with one more for the rule that it breaks, and for the rule that these break then. Yields what
-    breaks no rule but those `elsewhere`, and whether it breaks none at all."""
+    """The candidate combined with candidates of the rule that it breaks, and of the rule that the combination breaks.
+    Yields combinations that break only rules in `elsewhere`, and whether they break none."""
     mended = {*mended, broken.rule}
     breaking: list[tuple[Overrides, Violation]] = []
     both: Overrides

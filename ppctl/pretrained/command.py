@@ -69,8 +69,7 @@ def _differences(first: Manifest, other: Manifest) -> Iterator[str]:
 
 
 def _mean(name: str, readers: Sequence[CheckpointReader]) -> Tensor:
-    """The mean of a tensor, computed in float64 and rounded once. Raises CheckpointError (PP-E531) if integers
-    differ."""
+    """A tensor's mean, computed in float64, rounded once. Raises CheckpointError (PP-E531) if integers differ."""
     first = readers[0].tensor(name)
     floating = first.is_floating_point()
     total = first.to(torch.float64, copy=True) if floating else first

@@ -67,18 +67,18 @@ class Done:
 
     path: Path
     family: str
-    """The model_type of the family; empty if it did not matter."""
+    """The model_type of the family; empty if the conversion does not depend on it."""
     parameters: int
     tensors: int
     bytes: int
     tokenizer: str = ""
-    """A line about the tokenizer's files, if such are written."""
+    """A line about the tokenizer's files, if they are written."""
     settings: str = ""
-    """A line about what was kept of the directory that the weights came from, if they came from one."""
+    """A line about settings kept from the directory that the weights came from, if there is one."""
     left: str = ""
-    """A line about tensors that are no weights and were left out."""
+    """A line about left-out tensors that are no weights."""
     quantised: str = ""
-    """A line about weights that were read otherwise than their config says."""
+    """A line about weights that were not read as their config says."""
 
 
 def left_out(names: Iterable[str]) -> str:
@@ -98,8 +98,8 @@ def write_weights(
     **lines: str,
 ) -> Done:
     """Write weights as the checkpoint `out`/checkpoints/step-0, with which a run begins. `specs` are on the meta
-    device, by canonical name; `read` is called for each once; `lines` are those of `Done`. Raises ConfigError (PP-E525
-    if `out` is taken) and what `read` raises."""
+    device, by canonical name; `read` is called for each once; `lines` are fields of `Done`. Raises ConfigError (PP-E525
+    if `out` is taken) and the errors of `read`."""
     counter = count(1)
 
     def next_one(name: str) -> Tensor:
@@ -117,7 +117,7 @@ def write_weights(
 
 class SavedWeights:
     """The weights in a checkpoint, by canonical name (without `mtp` none of multi-token prediction); in `dtype` if it
-    is not None, but those that balance experts."""
+    is not None, except biases that balance experts."""
 
     def __init__(self, path: Path, *, dtype: torch.dtype | None, mtp: bool) -> None:
         self.path, self.dtype, self.manifest = path, dtype, read_manifest(path)
@@ -129,12 +129,12 @@ class SavedWeights:
         self._reader = CheckpointReader(path, self.manifest)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor in the dtype that is wanted."""
+        """Return a tensor in its dtype of `dtypes`."""
         return self._reader.tensor(f"model.{name}").to(self.dtypes[name])
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype that is wanted of each tensor. Raises CheckpointError if the checkpoint lacks one (PP-E502)."""
+        """Name -> wanted dtype. Raises CheckpointError (PP-E502) if the checkpoint lacks a tensor."""
         records = {name: self.manifest.tensors.get(f"model.{name}") for name in self.shapes}
         wrong = [name for name, shape in self.shapes.items() if getattr(records[name], "shape", None) != shape]
         if wrong:
@@ -143,15 +143,14 @@ class SavedWeights:
         saved = {name: getattr(torch, record.dtype) for name, record in records.items() if record is not None}
         if self.dtype is None:
             return saved
-        # What balances experts moves in steps of a thousandth, which bfloat16 would lose: it keeps its dtype.
+        # Biases that balance experts change in steps of a thousandth, which bfloat16 would lose: they keep their dtype.
         kept = {name for name in saved if parameter_of(name, self.model).role == "correction"}
         return {name: dtype if name in kept else self.dtype for name, dtype in saved.items()}
 
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out` if all goes well, and is removed if not. Raises ConfigError (PP-E525)
-    if `out` is taken."""
+    """A directory that becomes `out` on success, else is removed. Raises ConfigError (PP-E525) if `out` is taken."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         message = f"{out} exists already, and is not overwritten"
         raise ConfigError(Problem("PP-E525", message, f"ls {pasted(out)}", "command line"))

@@ -52,11 +52,11 @@ _CLASSES = {
     "pathlib": {"PosixPath", "PurePosixPath"},
     "builtins": {"set", "frozenset", "list", "dict", "tuple"},
 }  # fmt: skip
-"""Module -> what may be taken from it: records, and values without side effects."""
+"""Module -> the names that may be taken from it: records, and values without side effects."""
 
 
 class _Inert:
-    """In place of a record of Megatron-core's that says nothing of tensors: keeps nothing, does nothing."""
+    """A stand-in, without state or effect, for a record of Megatron-core's that has no facts about tensors."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -66,17 +66,18 @@ class _Inert:
 
 
 def _member(owner: Any, name: Any) -> Enum:
-    """In place of getattr, by which Python 3.11's first releases pickle a member of an Enum: that, and nothing else."""
+    """A stand-in for getattr, with which early releases of Python 3.11 pickle members of an Enum. Raises
+    UnpicklingError for anything else."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner.__members__[name]
     raise pickle.UnpicklingError(f"builtins.getattr of {owner!r} is no part of a distributed checkpoint")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but `_CLASSES`. Raises UnpicklingError naming any other class."""
+    """Makes only `_CLASSES`. Raises UnpicklingError naming any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class, or in place of a class of Megatron-core's one that does nothing."""
+        """Return the class, or `_Inert` in place of a class of Megatron-core's."""
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module.startswith("megatron.core.dist_checkpointing."):
@@ -87,7 +88,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class DcpReader:
-    """Reads boxes of the tensors of one checkpoint. Holds the parts that it read last, one of each tensor's."""
+    """Reads boxes of the tensors of one checkpoint. Holds the part that it read last."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError (PP-E532) if `.metadata` is missing, damaged or names other classes."""
@@ -127,9 +128,10 @@ class DcpReader:
         return out
 
     def _part(self, key: str, part: Box) -> Tensor:
+        """A stored part's values; the last part stays in memory. Raises CheckpointError if it cannot be read."""
         if self._last is not None and self._last[0] == (key, part):
             return self._last[1]
-        self._last = None  # its memory is free for the next
+        self._last = None  # frees its memory for the next part
         info = self._metadata.storage_data.get(MetadataIndex(key, part.offset))
         if info is None:
             raise self._refused(f"{METADATA} does not say where {key} at {list(part.offset)} is")
@@ -166,7 +168,7 @@ _TITAN_SKIPPED = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 class _Stored(NamedTuple):
     key: str
     box: Box
-    """All of the matrix in which it is."""
+    """The shape of the whole stored matrix."""
     rows: RowBlock | None
     dim: int
     """The dim of the matrix' rows: after the indexes of layer and expert."""
@@ -175,9 +177,9 @@ class _Stored(NamedTuple):
 def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, *, megatron: bool) -> Done:
     """Write the weights of a distributed checkpoint as `out`/checkpoints/step-0, in their own dtypes.
 
-    Optimizer states and what is no tensor are left out. Raises ConfigError (PP-E525 if `out` is taken) and
-    CheckpointError: PP-E532 if the checkpoint cannot be read, PP-E533 naming all tensors that are missing, unknown
-    or of another shape than the model's.
+    Optimizer states and other values are left out. Raises ConfigError (PP-E525 if `out` is taken) and CheckpointError:
+    PP-E532 if the checkpoint cannot be read, PP-E533 naming all tensors that are missing, unknown or of another shape
+    than the model's.
     """
     reader = DcpReader(source)
     stored = _find(reader, model, megatron=megatron)
@@ -235,7 +237,7 @@ def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:
 
 
 def _candidates(place: MegatronPlace) -> Iterator[tuple[str, tuple[int, ...], RowBlock | None]]:
-    """(key, indexes in front of the matrix, its rows): layers and experts stacked or not, halves alone or not."""
+    """Yield (key, indexes before the matrix, its rows): layers and experts stacked or not, halves separate or not."""
     for key in place.keys:
         for stacked, front in _stacked(key):
             yield stacked, front, place.rows
@@ -244,7 +246,7 @@ def _candidates(place: MegatronPlace) -> Iterator[tuple[str, tuple[int, ...], Ro
 
 
 def _stacked(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A tensor's key with layer and expert in its text, or with both as indexes in front."""
+    """Yield (key, indexes before the matrix): layer and expert in the key's text, or as indexes."""
     experts = STACKED_EXPERT.fullmatch(key)
     for each, behind in [(key, ()), *([(f"{experts[1]}.{experts[3]}", (int(experts[2]),))] if experts else [])]:
         yield each, behind
@@ -253,12 +255,12 @@ def _stacked(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _whole(shape: tuple[int, ...], rows: RowBlock | None) -> tuple[int, ...]:
-    """The shape of the matrix that has these rows of ours."""
+    """The shape of the stored matrix that has these rows."""
     return shape if rows is None else (rows.groups * rows.block, *shape[1:])
 
 
 def _values(reader: DcpReader, stored: _Stored) -> Tensor:
-    """One of our tensors, with the indexes in front as dims of one element."""
+    """The values of one of our tensors; leading indexes stay as dims of one element."""
     rows, box, dim = stored.rows, stored.box, stored.dim
     if rows is None:
         return reader.read(stored.key, box)
@@ -271,7 +273,8 @@ def _values(reader: DcpReader, stored: _Stored) -> Tensor:
 
 
 def _titan_keys(name: str) -> tuple[str, ...]:
-    """torchtitan's names are ours; newer versions have the projections one level deeper, older ones a prefix."""
+    """torchtitan's possible keys of a tensor: our names; newer versions have projections one level deeper, older a
+    prefix."""
     deeper = name
     for which in "qkv":
         deeper = deeper.replace(f"attention.w{which}.", f"attention.qkv_linear.w{which}.")
@@ -287,6 +290,6 @@ def _paired(name: str, value: Tensor, model: ModelConfig, pairs: tuple[int, int]
 
 
 in_our_order = partial(_paired, pairs=(-1, 2))
-"""Rows of queries and keys as rotary positions pair them here, from torchtitan's neighbours."""
+"""Rows of queries and keys in our order of rotary pairs, from torchtitan's, where pairs are neighbours."""
 in_titans_order = partial(_paired, pairs=(2, -1))
-"""The inverse: neighbours are pairs."""
+"""The inverse of `_to_halves`: pairs become neighbours."""

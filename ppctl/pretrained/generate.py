@@ -46,14 +46,14 @@ class _WholeModel(NamedTuple):
     after: Callable[[Tensor], Tensor]
     """The next tokens of the row, [1, s] int64 -> the logits [words] after the last of them."""
     words: int | None = None
-    """The number of words that the model has a row for; None if that is not known."""
+    """The number of words that the model has rows for; None if unknown."""
     longest: int | None = None
-    """The number of positions that the model has a row for; None if it has no such rows."""
+    """The number of positions that the model has rows for; None if it has no such table."""
 
 
 def open_model(source: Path, device: torch.device, dtype: torch.dtype | None, progress: Progress) -> _WholeModel:
-    """The model at `source`, a checkpoint or a directory with a config.json; `dtype` None keeps that of the embedding.
-    Raises ConfigError and CheckpointError as imports and exports do."""
+    """The model at `source`, a checkpoint or a directory with a config.json; `dtype` None keeps the embedding's. Raises
+    ConfigError and CheckpointError as imports and exports do."""
     if not (source / CONFIG).is_file():
         saved = SavedWeights(source, dtype=None, mtp=False)
         model, first = saved.model, next(iter(saved.dtypes.values()))
@@ -96,16 +96,16 @@ class _Cached:
     """ppctl's own decoder, one row at a time."""
 
     def __init__(self, stage: StageModule) -> None:
-        assert stage.output is not None  # the stage has the whole model
+        assert stage.output is not None  # set, since the stage has the whole model
         self.stage, self.head, self.seen = stage, stage.output, 0
-        stage.output = None  # logits are needed after the last token alone
+        stage.output = None  # logits are needed only after the last token
         for layer in stage.decoder_layers().values():
             attention: Any = layer.get_submodule("attention")
             attention.shared = _KeptKeys()
 
     def __call__(self, tokens: Tensor) -> Tensor:
         first, self.seen = self.seen, self.seen + tokens.shape[1]
-        if self.stage.rotary is not None:  # a table as long as the row, in which positions are looked up
+        if self.stage.rotary is not None:  # a table as long as the row, indexed by position
             self.stage.rotary.turns(self.head.weight, 1 << self.seen.bit_length())
         positions = torch.arange(first, self.seen, device=tokens.device)[None]
         (state,) = self.stage(tokens, tokens=tokens, packing=Packing(positions))
@@ -113,7 +113,7 @@ class _Cached:
 
 
 class _KeptKeys:
-    """Attention of new queries to all keys and values so far, in the place of `Attend`."""
+    """An `Attend` of new queries to all keys and values so far."""
 
     kept: tuple[Tensor, ...] = ()
 
@@ -125,7 +125,7 @@ class _KeptKeys:
 
 
 class _CachedByLibrary:
-    """A model of transformers with its own cache; one that has none computes the whole row for every token."""
+    """A model of transformers with its own cache; a model without one computes the whole row for every token."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.past, self.seen = model.eval(), None, list[Tensor]()
@@ -179,8 +179,8 @@ def _prompt(args: Namespace, tokenizer: Tokenizer, model: _WholeModel) -> Prompt
 
 
 def _continued(model: _WholeModel, given: list[int], args: Namespace, most: int, ids: list[int]) -> Iterator[int]:
-    """At most so many tokens, each also added to `ids`, the likeliest or draws; up to an end that the tokenizer or the
-    settings beside it name."""
+    """At most `most` tokens, each also added to `ids`, the likeliest or draws; up to an end token of tokenizer or
+    settings."""
     dice, path = torch.Generator().manual_seed(args.seed or 0), Path(args.tokenizer).expanduser()
     draws = any(each is not None for each in (args.temperature, args.top_k, args.top_p, args.seed))
     ends = {args.end}
@@ -190,8 +190,8 @@ def _continued(model: _WholeModel, given: list[int], args: Namespace, most: int,
     while len(ids) < most:
         with torch.inference_mode():
             logits = model.after(torch.tensor([given], device=args.device))
-        how = args.temperature or 1.0, args.top_k, args.top_p or 1.0
-        token = int(drawn(logits, dice, *how) if draws else logits.argmax())
+        drawing = args.temperature or 1.0, args.top_k, args.top_p or 1.0
+        token = int(drawn(logits, dice, *drawing) if draws else logits.argmax())
         if token in ends:
             return
         ids.append(token)
@@ -200,8 +200,8 @@ def _continued(model: _WholeModel, given: list[int], args: Namespace, most: int,
 
 
 def pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come; a character of several tokens comes when it is whole."""
-    ids, first, done = list[int](), 0, 0  # decoded together from `first` on: blanks depend on neighbours
+    """Yield the text of tokens as they come; a character of several tokens is yielded when it is complete."""
+    ids, first, done = list[int](), 0, 0  # decoded together from `first` on, since blanks depend on neighbours
     for token in tokens:
         ids.append(token)
         before, now = tokenizer.decode(ids[first:done]), tokenizer.decode(ids[first:])

@@ -53,7 +53,7 @@ _READ_AS = {
     "F16": torch.float16,
     "F8_E4M3": torch.bfloat16,
 }
-"""The dtype that each stored one is read as: 8-bit matrices are multiplied by their blocks' scales."""
+"""Stored dtype -> dtype after reading: 8-bit matrices are multiplied by their blocks' scales."""
 
 
 class DirectoryReader:
@@ -80,10 +80,12 @@ class DirectoryReader:
         return tensor
 
     def check_copies(self) -> None:
-        """Compare the stored copies of tables with their originals: training keeps one of them. Raises CheckpointError
-        (PP-E524) naming the copies that differ."""
+        """Raise CheckpointError (PP-E524) naming the stored copies of tables that differ from their originals: training
+        keeps only one of them."""
         directory = self.directory
-        unequal = [name for name, of in directory.copies.items() if not torch.equal(self.stored(name), self.tensor(of))]
+        unequal = [
+            name for name, first in directory.copies.items() if not torch.equal(self.stored(name), self.tensor(first))
+        ]
         if unequal:
             message = f"{directory.path} holds copies of the embedding or the output that differ from them"
             remedy = "leave multi-token prediction out: --no-mtp, or model.mtp_num_layers=null"
@@ -108,15 +110,15 @@ def dequantised(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
 
 
 SHARD = 5 * 10**9
-"""Bytes of one file, as Hugging Face cuts them."""
+"""The most bytes of one file, as Hugging Face splits them."""
 _PLACE = 64
-"""Values begin at a multiple of so many bytes, a processor's widest read, as tensors in memory do. Who maps the file
-reads weights where they lie, and products of the same numbers round by their place in memory."""
+"""Values begin at multiples of this many bytes, a processor's widest read, as tensors in memory do: programs that map
+the file use weights in place, and products of equal numbers round by alignment."""
 
 
 def write_shards(directory: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor], shard: int = SHARD) -> int:
     """Write whole `tensors`, which come in the order of `parts`, and after them the index; returns the bytes of all.
-    Raises ValueError if a tensor is not what its part says."""
+    Raises ValueError if a tensor does not fit its part."""
     files = list(_cut(parts, shard))
     values = iter(tensors)
     places: dict[str, str] = {}
@@ -143,6 +145,7 @@ def _cut(parts: Sequence[TensorPart], shard: int) -> Iterator[list[TensorPart]]:
 
 
 def _write(file: Path, parts: Sequence[TensorPart], tensors: Iterator[Tensor]) -> None:
+    """Write one file of these tensors, and sync it. Raises ValueError for a tensor other than its part."""
     with file.open("wb") as stream:
         stream.write(header_of(parts, aligned=_PLACE)[0])
         for part in parts:
@@ -208,10 +211,9 @@ def open_weights(source: Path, *, mtp: bool = True, model: ModelConfig | None = 
 def export_checkpoint(
     checkpoint: Path, out: Path, progress: Progress, *, dtype: torch.dtype | None = None, mtp: bool = True
 ) -> Done:
-    """Write a checkpoint's weights as a directory that transformers loads; `dtype` None keeps that of the checkpoint.
-
-    The files of the tokenizer that it was trained with go beside them, if there are any, and settings of the directory
-    that training began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
+    """Write a checkpoint's weights as a directory that transformers loads; `dtype` None keeps the checkpoint's. Also
+    copies the files of the tokenizer of the training, if there are any, and settings of the directory that training
+    began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
     """
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     foreign = foreign_of(weights.model)
@@ -249,8 +251,7 @@ def export_checkpoint(
 def _export_adapters(
     weights: SavedWeights, out: Path, adapters: Adapters, anatomy: Anatomy, progress: Progress
 ) -> Done:
-    """Write the adapters and what was trained whole, as a directory that `peft.PeftModel.from_pretrained` loads beside
-    the base."""
+    """Write the adapters and modules that were trained whole as a directory for `peft.PeftModel.from_pretrained`."""
     names, tensors = [n for n in weights.shapes if is_adapter(n) or trained_whole(n, adapters)], {}
     for done, name in enumerate(names, 1):
         progress(name, done, len(names))
@@ -280,8 +281,8 @@ def _export_adapters(
 
 
 def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> None:
-    """Read back what was written: config.json, and every name, shape, dtype and number of bytes. Raises CheckpointError
-    (PP-E523) if it is not what was to be written."""
+    """Read the output back: config.json, and every name, shape, dtype and number of bytes. Raises CheckpointError
+    (PP-E523) if it differs from the model."""
     stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
     written = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
     wanted = {part.name: (part.whole, DTYPES[part.dtype][0], part.bytes) for part in parts}
@@ -295,13 +296,13 @@ def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> Non
 
 
 def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) -> tuple[Mapping[str, Any], str]:
-    """Copy the source's generation_config.json into `out`; returns the keys of its config.json that are not ours, and a
-    line for people, which is empty if the weights came from no directory.
+    """Copy the source's generation_config.json into `out`; returns (the keys of its config.json that are not ours, a
+    line for people, empty if the weights came from no directory).
 
-    Without a `family` the model's code is transformers', and all keys of its config are written already.
-    Numbers of tokens (`eos_token_id`) are left out if training took another tokenizer than the source's.
+    Without a `family` the model's code is transformers', and all keys of its config are written already. Token ids
+    (`eos_token_id`) are left out if training used another tokenizer than the source's.
     """
-    *_, source = (None, *lineage(state))  # where training began, even if that was by way of other checkpoints
+    *_, source = (None, *lineage(state))  # where training began, possibly through other checkpoints
     if source is None or (source / STATE).is_file():
         return {}, ""
     try:
@@ -325,8 +326,8 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
 def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
     """Copy the files of the tokenizer that a checkpoint's state names into `out`; returns a line for people.
 
-    A tokenizer.json alone gets a tokenizer_config.json that makes it be read as it is, with the mark that training took
-    for a document's end: without one, a reader goes by the model's kind.
+    A single tokenizer.json gets a tokenizer_config.json with which readers use it as it is, with the training's
+    end-of-document token; without this file readers choose by the model's kind.
     """
     named = state.get("tokenizer_path")
     if named is None:

@@ -41,7 +41,7 @@ _EXTRA = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class _Part(NamedTuple):
-    """A box of a tensor of theirs, and how its values are made."""
+    """A box of a tensor in the other format, and the function that makes its values."""
 
     key: str
     shape: tuple[int, ...]
@@ -61,8 +61,8 @@ def export_dcp(
     mtp: bool = True,
     megatron: bool,
 ) -> Done:
-    """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps that of the checkpoint. Raises
-    ConfigError (PP-E525 if `out` is taken) and CheckpointError (PP-E502, PP-E503)."""
+    """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps the checkpoint's. Raises ConfigError
+    (PP-E525 if `out` is taken) and CheckpointError (PP-E502, PP-E503)."""
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     model, dtypes, counter = weights.model, weights.dtypes, count(1)
 
@@ -107,7 +107,7 @@ def _megatron_parts(
 
 
 def _stack(key: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """A tensor's key without layer and expert; how many of each there are; and the tensor's own numbers."""
+    """(a tensor's key without layer and expert, how many of each there are, the tensor's own indexes)."""
     extents, front = list[int](), list[int]()
     if expert := STACKED_EXPERT.fullmatch(key):
         key = f"{expert[1]}.{expert[3]}"
@@ -142,7 +142,7 @@ def _extra_states(parts: list[_Part]) -> list[str]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans parts that exist only when they are asked for."""
+    """A planner for parts that are made only when they are written."""
 
     def __init__(self, parts: list[_Part], objects: list[str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,4 +1,5 @@
-"""The live state of a rank: what it does now, how long each phase of its start took, and whether its time is over.
+"""The live state of a rank: what the rank does now, how long each phase of its start took, and whether the run's time
+is over.
 
 A run's time ends with its job's limit, or with `train.exit_after`.
 """
@@ -24,7 +25,7 @@ from ppctl.train.callback import TIME_IS_OVER, Callback
 
 
 class Phases:
-    """Seconds by name of phase, in the order of the phases. A phase that is entered twice is added up."""
+    """Seconds by name of phase, in the order of the phases. A phase entered twice has the sum."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -50,7 +51,7 @@ class Phases:
 
 @dataclass
 class TimeLeft:
-    """Rank 0's clock: `enter` notes what begins, and `over` says, once a step, whether the run has to stop."""
+    """Rank 0's clock: `enter` notes a state's begin, and `over` returns, once a step, whether the run has to stop."""
 
     exit_at: float | None = None
     """When `train.exit_after` is over, in seconds since the epoch."""
@@ -77,7 +78,7 @@ class TimeLeft:
         self._doing = (state, now)
 
     def note_save(self, seconds: float) -> None:
-        """Note how long a save took, at once or in the background."""
+        """Note how long a save took, in the step or in the background."""
         self.slowest_save = max(self.slowest_save or 0.0, seconds)
 
     def over(self) -> bool:
@@ -96,13 +97,13 @@ class LiveState(Callback):
     def __init__(
         self, heartbeat: HeartbeatFile, alarm: Alarm, time_left: TimeLeft, stop: StopRequest, loaded: Callable[[], None]
     ) -> None:
-        """`loaded()` is called when the first state begins: what follows a start's phases is training."""
+        """`loaded()` is called when the first state begins: after a start's phases comes training."""
         self._heartbeat, self._alarm, self._time_left = heartbeat, alarm, time_left
         self._stop, self._loaded = stop, loaded
         self._begun = False
 
     def enter(self, state: str, step: int) -> None:
-        """Publish the state; `updating` is a part of a step of training, with its limit and in its time."""
+        """Publish the state; `updating` is a part of a training step, and counts in the step's limit and time."""
         self._heartbeat.step = step
         self._heartbeat.set_state(state)
         if not self._begun:
@@ -118,7 +119,7 @@ class LiveState(Callback):
 
 
 def time_left(exit_after: str | None) -> TimeLeft:
-    """The clock of a run that ends so long after its start, or with its job."""
+    """The clock of a run that ends `train.exit_after` after its start, or with its job."""
     return TimeLeft(None if exit_after is None else time.time() - process_age() + seconds(exit_after), job_end())
 
 
@@ -135,7 +136,7 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def process_age() -> float:
-    """Seconds since this process began, or became a rank; on a system without /proc, its CPU time so far."""
+    """Seconds since this process began, or became a rank; without /proc, the process's CPU time so far."""
     if HANDED_OVER in os.environ:
         return time.monotonic() - float(os.environ[HANDED_OVER])
     ticks = started(os.getpid())

@@ -1,7 +1,7 @@
 """A rank's own process: what signals do to it, how many files it may open, and where its output goes.
 
-TERM and USR1 ask a rank to save and exit; for other signals an action is run at once. A handler in Python waits for the
-main thread, which may be in C++ for as long as a message takes, so urgent actions run in a thread that reads the
+TERM and USR1 ask a rank to save and exit; for other signals an action runs immediately. A handler in Python waits for
+the main thread, which may be in C++ for as long as a message takes, so urgent actions run in a thread that reads the
 wake-up pipe, into which the interpreter's own handler writes.
 """
 
@@ -28,14 +28,14 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StopRequest:
-    """Whether TERM or USR1 has asked this rank to save and exit; the ranks agree on it at the end of a step."""
+    """Whether TERM or USR1 has asked this rank to save and exit; at the end of a step ranks agree whether to."""
 
     def __init__(self) -> None:
         self.asked = 0
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a wait in C++
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end immediately, also inside a wait in C++
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._ask)
-        # Whoever started this process has blocked them until now.
+        # The program that started this process has blocked these signals until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
 
     def _ask(self, number: int, _: object) -> None:
@@ -69,7 +69,7 @@ class Listener:
 
 
 def end_after(action: Callable[[], object]) -> NoReturn:
-    """Call `action`, then end this process with 130, as interrupted."""
+    """Call `action`, then end this process with exit code 130, as interrupted."""
     try:
         action()
     finally:
@@ -77,7 +77,7 @@ def end_after(action: Callable[[], object]) -> NoReturn:
 
 
 class _LossyFile(io.FileIO):
-    """A file that drops what its disk has no room for."""
+    """A file that drops what does not fit on its disk."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -102,7 +102,7 @@ def lose_lines_rather_than_fail() -> None:
 
 
 class _VisibleText(io.TextIOWrapper):
-    """Text whose control characters are shown as escapes: under torchrun it goes to a terminal, and may be a file's."""
+    """Text with control characters as escapes: under torchrun it goes to a terminal, and may quote a file."""
 
     def write(self, text: str, /) -> int:
         return super().write(visible(text))

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 START_UP = timedelta(minutes=10)
-"""How long a rank waits for rank 0 before it has the config, which has the run's own limit."""
+"""How long a rank waits for rank 0 before it has the config, where the run's own limit is."""
 _FIRST_RANK = timedelta(minutes=1)
-"""How long a rank waits for the first one of its node: both have met, and one may have to start again."""
+"""How long a rank waits for its node's first rank: both have met, but the first may have to start again."""
 _RUN = "ppctl/run"
 _READERS = "ppctl/read"
 _STARTS = "ppctl/starts"
@@ -46,7 +46,7 @@ _DUMP = "exception_dump"
 """torch's key: NCCL's watchdog sets it, below no prefix, when a message fails, and where it is set NCCL's monitor
 writes its record and ends its rank eight minutes later. An agent's store would keep it for the next start's ranks."""
 _LOOK = 0.5
-"""Seconds between looks at the store, at most: 2,047 ranks ask it twice each."""
+"""Most seconds between looks at the store: 2,047 ranks ask it twice each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class OwnRank:
 
     @classmethod
     def from_environment(cls) -> OwnRank:
-        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE. Raises ConfigError naming what is missing."""
+        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE. Raises ConfigError naming missing variables."""
         server = () if NODE_DIRECTORY in os.environ else ("MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in ("RANK", "WORLD_SIZE", *server) if name not in os.environ]
         if missing:
@@ -87,7 +87,7 @@ class SharedRun:
 
 
 def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
-    """The store that all ranks share, with a prefix for this start of theirs. Raises as `reach.store.connect` does."""
+    """The store that all ranks share, with a prefix for this start. Raises as `reach.store.connect`."""
     store = connect(own.rank, own.world_size, patience)
     if own.rank == 0:  # before any rank of this start has a group: they wait for what rank 0 publishes
         store.delete_key(_DUMP)
@@ -104,8 +104,8 @@ def sealed(store: Store, run: RunDir, *, reported: bool = False) -> SealedStore:
 
 
 def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Sequence[str]) -> Store:
-    """The store that torch's groups connect through: a file in the node's `directory` if that is every rank's, since
-    other users of the machine reach any port. A collective over ranks that have all come, on `hosts`."""
+    """The store that torch's groups connect through: a file in the node's `directory` if all ranks are on this node,
+    since the machine's other users reach any port. A collective, after all ranks on `hosts` have come."""
     if NODE_DIRECTORY in os.environ or len(hosts) > 1:
         return store.plain
     store.set(f"{_NODE}/{own.rank}", directory.name)
@@ -117,15 +117,15 @@ def _start(store: Store, own: OwnRank, patience: timedelta) -> int:
     """The number of this start of the ranks: torchrun restarts ranks with the store of their first start.
 
     The entries of an earlier start are addresses at which no process listens any more, and a run that may be another
-    one. Rank 0 counts. Every other rank takes the newest number, or waits for the next one: if it has had that number
-    before, and if that start's rank 0 has not found all of its ranks and never will, because a later one counts on.
-    (torchrun's own count does not serve: each of several agents has one of its own.)
+    one. Rank 0 counts. Every other rank takes the newest number; it waits for the next number if it has had the newest
+    before, or if that start's rank 0 never finds all ranks, because a later rank 0 counts on. (torchrun's own count
+    does not serve: each of several agents has one of its own.)
     """
     if own.rank == 0:
         number = store.add(_STARTS, 1)
         store.set(f"{_STARTS}/{number}", "1")
         if _TORCHRUN in os.environ:
-            with suppress(RuntimeError):  # the roll call, which follows, says who has not come
+            with suppress(RuntimeError):  # the roll call, which follows, names ranks that have not come
                 store.wait([f"{_STARTS}/{number}/{rank}" for rank in range(1, own.world_size)], patience)
             store.set(f"{_STARTS}/{number}/all", str(own.world_size))
         return number
@@ -139,16 +139,17 @@ def _start(store: Store, own: OwnRank, patience: timedelta) -> int:
 
 
 def _lives(store: Store, number: int, own: OwnRank, until: float) -> bool:
-    """Whether the start with this number is the present one: its rank 0 has complete all ranks, this one among them."""
+    """Whether the start with this number is the present start: its rank 0 has found all ranks, this rank among them."""
     if _TORCHRUN not in os.environ:
         return True  # a store for each start
     complete, pause = f"{_STARTS}/{number}/all", 0.01
-    while not store.check([complete]):  # not `wait` with a limit: torch warns whenever one is over
+    while not store.check([complete]):  # not `wait` with a limit: torch warns at the end of each
         if store.check([f"{_STARTS}/{number + 1}"]) or time.monotonic() > until:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LOOK)
-    return bool(store.get(complete) == str(own.world_size).encode())  # whatever stands there
+    # a value of another number of ranks does not count
+    return bool(store.get(complete) == str(own.world_size).encode())
 
 
 def _is_set(store: Store, key: str, until: float) -> bool:
@@ -160,13 +161,13 @@ def _is_set(store: Store, key: str, until: float) -> bool:
 
 
 def node_directory(own: OwnRank, store: SealedStore, at_end: ExitStack) -> Path:
-    """The directory of this start on this node: that of ppctl's launcher, else one that the node's first rank makes. A
-    rank that cannot use it, in a container of its own, has another one that nobody else reads."""
+    """The directory of this start on this node: the launcher's if that is ppctl's, else made by the node's first rank.
+    A rank in a container of its own, which cannot use that directory, has another, which no other rank reads."""
     if NODE_DIRECTORY in os.environ:
         return Path(os.environ[NODE_DIRECTORY])
     key = f"{_NODE}/of/{own.rank - own.local_rank}"
     if own.local_rank != 0:
-        with suppress(RuntimeError, OSError):  # a first rank that does not come is the roll call's to tell
+        with suppress(RuntimeError, OSError):  # the roll call reports a first rank that does not come
             store.plain.wait([key], _FIRST_RANK)
             name = str(store.get(key))
             if is_own_name(name):

@@ -1,6 +1,6 @@
 """The records that a rank writes into the run: metrics, durations of the start, the result, or its failure.
 
-Who is to blame for a failure `launch` judges.
+`launch` judges which rank caused a failure.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from ppctl.train.session import Session
 
 
 class MetricsLog(Callback):
-    """Adds records to metrics.jsonl. The first one, and no sooner, replaces the records that an earlier start has left
-    of its step and later ones: until then the checkpoint may turn out not to fit. So does one that follows a later
-    step, after the run has gone back."""
+    """Adds records to metrics.jsonl. The first record replaces an earlier start's records of its step and later steps;
+    not sooner, since the checkpoint may not fit. So does a record after one of a later step, when the run has gone
+    back."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._last = run, LARGEST
@@ -60,8 +60,7 @@ class MetricsLog(Callback):
 
 
 def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
-    """Rank 0's writers of records: metrics.jsonl first (it is the truth), then trackers, which `at_end` ends, and the
-    screen."""
+    """Rank 0's writers of records: metrics.jsonl first, then trackers, which `at_end` ends, and the screen."""
     log, run = shared.config.log, shared.run
     yield MetricsLog(run)
     if log.tensorboard:
@@ -116,7 +115,7 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
         run.write_profile(costs)
     start = slurm_start()
     if outcome.stopped and start is not None and outcome.why != ASKED_WORDS:
-        run.write_requeue_mark(start, str(outcome.why))  # first: with a result, and none, the job would be over
+        run.write_requeue_mark(start, str(outcome.why))  # before the result: without the mark a result ends the job
     run.write_result(
         {
             "state": state,
@@ -170,8 +169,8 @@ def final_state(outcome: TrainingEnd) -> str:
 
 
 def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, watched: bool) -> int:
-    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code.
-    `watched` says that ppctl's own launcher writes and prints all but the traceback."""
+    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code. If
+    `watched`, ppctl's own launcher writes and prints all but the traceback."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     # If the run goes on without this rank, its node was lost and came back. If a watch has written the rank's failure,
     # then this error is only a consequence.
@@ -194,7 +193,7 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, 
 
 
 def _show_failure(error: Exception, run: RunDir | None, rank: int) -> None:
-    """Write that `run` has failed, and print problems without a traceback: that is in the failure's record."""
+    """Write that `run` has failed, and print problems without the traceback, which is in the failure's record."""
     with suppress(OSError):
         if run is not None:
             run.write_status("failed", rank=rank)
@@ -205,7 +204,7 @@ def _show_failure(error: Exception, run: RunDir | None, rank: int) -> None:
 
 
 def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) -> RankFailure:
-    """The record of an error for errors/: of an EngineError its cause, with stage and action; of several problems the
+    """The record of an error for errors/: for an EngineError its cause, with stage and action; for several problems the
     first, and the others as text."""
     action = error.action if isinstance(error, EngineError) else None
     cause = error.__cause__ or error if isinstance(error, EngineError) else error

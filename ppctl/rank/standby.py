@@ -1,9 +1,9 @@
-"""A process that imports a rank's program, and becomes a rank once it is told which one: no start waits for imports.
+"""A process that imports a rank's program, and becomes a rank once it is told its number: no start waits for imports.
 
-    python -m ppctl.rank.standby ppctl.rank.worker NICE
+python -m ppctl.rank.standby ppctl.rank.worker NICE
 
 Its parent alone has the other end of the pipe on stdin and writes there once, as JSON: `variables`, the program's
-`arguments`, the `log` for stderr and, unless it `prints`, stdout. If the pipe ends without a word, so does the process.
+`arguments`, the `log` for stderr and, unless it `prints`, stdout. If the pipe ends without JSON, the process ends.
 Until then it uses no GPU and opens no socket. Variables that count at an interpreter's start are there from the start.
 """
 
@@ -30,11 +30,11 @@ def main() -> None:
             os.dup2(log.fileno(), descriptor)
     importing.join()  # first: libraries in C read variables while they are loaded
     os.environ.update(told["variables"])
-    importlib.import_module(sys.argv[1]).run(told["arguments"])  # raises what the thread has met
+    importlib.import_module(sys.argv[1]).run(told["arguments"])  # raises the thread's exception
 
 
 def _import(program: str, nice: str) -> None:
-    if sys.platform == "linux":  # where it counts for this thread alone: nobody may raise his priority again
+    if sys.platform == "linux":  # on Linux it counts for this thread alone: no user may raise a priority again
         os.nice(int(nice))
     importlib.import_module(program)
 

@@ -1,11 +1,11 @@
 """Ends a job that hangs: each rank has an alarm, on every node one rank watches the job, and a hang leaves traces.
 
-`ppctl.hang` judges that nothing has moved for too long, and names the rank that all wait for. ppctl's own launcher
-watches with shorter limits than the alarms; `NodeWatch` is for ranks of other launchers.
+`ppctl.hang` judges whether nothing has moved for too long, and names the rank that all others wait for. ppctl's own
+launcher watches with shorter limits than the alarms; `NodeWatch` is for ranks of other launchers.
 
-SIGUSR2 asks a rank for its traces. gloo and NCCL have a flight recorder each (variables as in torch 2.13; the older
-ones count as well), and each dump is a file of its own. gloo records collectives but no single messages, which the
-pipeline's channels are on a CPU. NCCL's record has not been seen yet.
+SIGUSR2 asks a rank for its traces. gloo and NCCL have a flight recorder each (variables as in torch 2.13; older names
+count as well), and each dump is a file. gloo records collectives but no single messages, which the pipeline's channels
+are on a CPU. NCCL's record has not been seen yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VERDICT = "verdict"
 
 
 class Alarm:
-    """Unless it is set again in time, it writes stacks and ends the process, whichever thread holds the GIL."""
+    """Writes stacks and ends the process unless it is set again in time, whichever thread holds the GIL."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -56,8 +56,8 @@ class NodeWatch:
     """The publisher's `write`: it writes a node's record, and checks whether the job still moves.
 
     One node judges: the first, in the order of ranks, that still publishes. It reads the records of all nodes; every
-    other node reads the judge's record alone, so that on a shared file system as many files are opened as there are
-    nodes, and not their square. When nothing has moved for too long, the judge writes the culprit's failure, and its
+    other node reads only the judge's record, so that the number of files opened on a shared file system grows with the
+    nodes, not their square. When nothing has moved for too long, the judge writes the culprit's failure, and its
     verdict into its own record; then every node lets its ranks write their stacks and ends them, its own process last.
     Until the ranks have met (`meet`) every node judges its own ranks only.
     """
@@ -89,15 +89,15 @@ class NodeWatch:
                 self._leave(str(judge[_VERDICT]), record, wait=0.0)
 
     def _judge_before(self, host: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The record of the judge; None if this node is the judge itself. A node that takes another one for silent by
-        mistake reads more files than it must, and nothing else."""
+        """The record of the judge; None if this node is the judge. A node that wrongly takes another for silent only
+        reads more files than it must."""
         now = time.time()
         own = published_states({host: record}, now, math.inf)
         self.progress.note(own)
         silence = self.progress.limit(own) / 2
         for name in takewhile(lambda name: name != host, self._hosts):
             theirs = self.run.heartbeat(name)
-            if float(theirs.get("time", 0.0)) <= self._began:  # not there, or of an earlier start of the run
+            if float(theirs.get("time", 0.0)) <= self._began:  # no record, or an earlier start's
                 theirs = {"time": self._met}
             if _VERDICT in theirs or now - float(theirs["time"]) <= silence:
                 return theirs
@@ -121,7 +121,7 @@ class NodeWatch:
                 self.run.write_status("failed", rank=failure.rank)
         with suppress(OSError):
             self.run.write_heartbeats(host, {**record, "time": now, _VERDICT: why})
-        # Until the other nodes have read it: else their ranks fail by the broken connections to this one.
+        # Until the other nodes have read the verdict: else their ranks fail by broken connections to this node.
         self._leave(f"{why}\n{failure.place}", record, wait=self.limits.look if len(hosts) > 1 else 0.0)
 
     def _leave(self, why: str, record: Mapping[str, Any], wait: float) -> NoReturn:
@@ -168,14 +168,14 @@ def write_stacks_on_request() -> None:
 
 
 def turn_on_recorders(run: RunDir) -> None:
-    """Let this process record, and NCCL's own watchdog write into the run."""
+    """Make this process record, and NCCL's own watchdog write into the run."""
     prefix = str(run.flight_record("nccl", 0)).removesuffix("0")  # NCCL's watchdog appends the rank
     for names, value in (
         (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), _ENTRIES),
         (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
         (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
     ):
-        # The newest name alone: torch warns of the older one in every rank's log.
+        # The newest name alone: torch warns of the older name in every rank's log.
         os.environ.setdefault(names[0], next((os.environ[name] for name in names if name in os.environ), value))
 
 

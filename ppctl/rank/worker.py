@@ -1,4 +1,4 @@
-"""The program of one rank, in the order in which it happens.
+"""The program of one rank, in the order of its steps.
 
     python -m ppctl.rank.worker --run DIR      started by ppctl's launcher: config and plan are in the run directory
     python -m ppctl.rank.worker --publish DIR  rank 0 of another launcher's ranks: gives config and plan to the others
@@ -136,7 +136,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _patience(shared: SharedRun) -> timedelta:
-    """How long to wait for the other ranks: a little longer than the watch, which reports first."""
+    """Seconds to wait for other ranks: a few more than the watch waits, so that the watch reports first."""
     return timedelta(seconds=seconds(shared.config.launch.start_limit) + 10)
 
 
@@ -154,7 +154,7 @@ def _receive(refused: int | None, own: OwnRank, store: Store) -> tuple[SharedRun
 def _share(
     known: SharedRun, arguments: argparse.Namespace, own: OwnRank, store: Store
 ) -> tuple[SharedRun, SealedStore]:
-    """The run that this rank has read itself, given to the others where they wait for it."""
+    """The run that this rank has read itself; rank 0 of another launcher's ranks also gives it to the others."""
     try:
         proved = sealed(store, known.run)
     except ConfigError as error:
@@ -167,9 +167,10 @@ def _share(
 
 
 def _exec_with(environment: Mapping[str, str]) -> None:
-    """Start this process again with `launch.env`, as rank 0 was started: some variables count at the start alone."""
+    """Start this process again with `launch.env`, as rank 0 was started: some variables count only at an interpreter's
+    start."""
     if environment.items() - os.environ.items():
-        # Blocked until the new process handles them.
+        # Signals, blocked until the new process handles them.
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
         os.execve(sys.executable, [*python("ppctl.rank.worker"), "--join"], os.environ | dict(environment))
 
@@ -193,7 +194,7 @@ class _RankProcess:
         return self.own.rank == 0
 
     def run(self) -> TrainingEnd:
-        """Connect, build, warm up, train, and write what came of it. A collective over the world."""
+        """Connect, build, warm up, train, and write the result. A collective over the world."""
         run, config = self.shared.run, self.shared.config
         self.followers.extend(load_callbacks(config.train.callbacks or ()))  # before anything else is made
         writer = self._writer()
@@ -230,7 +231,8 @@ class _RankProcess:
         return outcome
 
     def _writer(self) -> Callable[[], WriterAddress]:
-        """Start the node's writer of checkpoints on its first rank, before that uses a GPU; its address comes later."""
+        """Start the node's writer of checkpoints on its first rank, before that rank uses a GPU; the writer's address
+        comes later."""
         store, name = self.store, f"checkpoint writer {self.own.rank - self.own.local_rank}"
         key = store.key_for(name)
         if self.own.local_rank == 0 and self.shared.config.checkpoint.in_background:
@@ -289,7 +291,7 @@ class _RankProcess:
         alarm: Alarm,
         publisher: Publisher | None,
     ) -> TrainingEnd:
-        """Load and train, followed by all that saves, records and watches, and by the person's `followers`."""
+        """Load and train; callbacks that save, record and watch follow, and then the user's `followers`."""
         run, config = self.shared.run, self.shared.config
         heartbeat.set_state("loading")
         clock = time_left(config.train.exit_after) if self.leads else TimeLeft()
@@ -299,7 +301,7 @@ class _RankProcess:
         def loaded() -> None:
             self.phases.add("load", time.perf_counter() - began)
             if publisher is not None:
-                publisher.publish()  # else the start is on show until the next publication, beside steps
+                publisher.publish()  # else the start's state is shown beside steps until the next publication
             if self.leads:
                 write_start_up(run, self.phases, session.model.kernels, replay.coverage())
 
@@ -310,7 +312,7 @@ class _RankProcess:
             saves,
             LiveState(heartbeat, alarm, clock, self.stop, loaded),
             TorchProfile(session, run.path),
-            replay,  # inside of whatever watches stages: it runs them again, and that is no work of the step
+            replay,  # inside callbacks that watch stages: it runs stages again, which is no work of the step
             KeptGradients(session, run.gradients),
             ReplicaCheck(session),
             StepTraces(session, lambda measured: run.write_measured_step(measured.step, measured.to_json())),
@@ -327,7 +329,7 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     plan = shared.plan
     missing, problems = gpu_environment(shared.config, plan.sizes.pp, os.environ, {}, routed=plan.routed)
     if shared.config.launch.device != "cpu":
-        os.environ |= missing  # before CUDA is used at all: even counting devices may read it
+        os.environ |= missing  # before CUDA is used: even counting devices may read the variable
     launch, gpus = shared.config.launch, torch.cuda.device_count()
     if device_type(launch.device, gpus, own.local_world_size, share=launch.share_gpu) == "cpu":
         return torch.device("cpu")

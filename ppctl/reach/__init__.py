@@ -2,10 +2,10 @@
 
 `start` runs three tests, in this order:
 
-    call_roll    every rank has come and has the same run, and every host reaches every other one (`hosts`)
+    call_roll    every rank has come and has the same run, and every host reaches every other host (`hosts`)
     join_world   the ranks make the default process group
     warm_up      every channel and every group carries a first message (`first_contact`)
 
-Before these, ranks find each other through a store, in which values of ours have proofs (`store`). `python -m
+Before these, ranks find each other through a store, in which ppctl's values have proofs (`store`). `python -m
 ppctl.reach.probe` measures messages between neighbours, for `ppctl doctor`, and tries a pipeline's transports.
 """

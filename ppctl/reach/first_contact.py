@@ -1,8 +1,8 @@
 """The first contact of ranks before they train: every channel and every group once, timed, each with its own limit.
 
 All ranks make their contacts in one common order, so that no ranks wait for each other in a circle. When one contact
-takes too long, many ranks may wait, and only some of them for the dead connection: each writes into the store in which
-contact it waits, and from these entries all conclude the same.
+takes too long, many ranks may wait, but only some for the dead connection: each writes the contact in which it waits
+into the store, and all draw the same conclusion from these entries.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ppctl.reach.store import SealedStore
 from ppctl.schedule.action import Channel
 
 _ROUNDS = 3
-"""Messages of one contact: the first makes the connection, the fastest shows its speed."""
+"""Messages per contact: the first makes the connection, the fastest shows its speed."""
 _KEY = "ppctl/contact"
 _SETTLE = 1.0
-"""Seconds after a limit in which all ranks that wait write where."""
+"""Seconds after a limit within which all waiting ranks write where they wait."""
 _REMEDY = "ppctl doctor, started on these hosts as the run was, times their edges; launch.edge_limit=5m waits longer"
 _TAG = 5
 """Tag of messages around a group; channels have 1 to 4."""
@@ -58,7 +58,7 @@ class TimedContact:
     first_s: float
     """Seconds of the first message, waiting for the other ranks included."""
     best_s: float
-    """Seconds of the fastest."""
+    """Seconds of the fastest message."""
 
 
 def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: torch.device) -> list[Contact]:
@@ -80,8 +80,8 @@ def group_contacts(
 ) -> list[Contact]:
     """A group's contacts: on gloo a message over every edge of its ring, then a collective on each of its backends.
 
-    `exchanges` are those for which ranks connect in another way than for collectives, NCCL at the first of each:
-    messages `round` the group, from every rank to the next, or `all to all`.
+    `exchanges` are further kinds, for which ranks connect differently (NCCL at the first of each): messages `round` the
+    group, from every rank to the next, or `all to all`.
     """
     size, rank, ranks = group.size(), group.rank(), tuple(dist.get_process_group_ranks(group))
     if size == 1:
@@ -105,7 +105,7 @@ def group_contacts(
 
 
 def _gloo(group: ProcessGroup) -> Transport | None:
-    """The group's gloo backend; None if CPUs have none, or another one."""
+    """The group's gloo backend; None if it has none for the CPU, or another one."""
     try:
         backend = group._get_backend(_CPU)
     except RuntimeError:
@@ -114,7 +114,8 @@ def _gloo(group: ProcessGroup) -> Transport | None:
 
 
 def _turn(edge: Channel, size: int) -> tuple[int, int]:
-    """The place of a ring's edge in the order: first every second edge, then the others; the last of an odd ring alone.
+    """The place of a ring's edge in the order: first every second edge, then the others; the last edge of an odd ring
+    alone.
 
     Thus no two edges of one rank have the same turn.
     """
@@ -148,7 +149,7 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstContact:
-    """The first contact of all ranks as one rank makes it."""
+    """One rank's part in the first contact of all ranks."""
 
     store: SealedStore
     rank: int
@@ -162,7 +163,7 @@ class FirstContact:
     def make(self, contacts: Sequence[Contact], limit: float, enter: Callable[[], None]) -> list[TimedContact]:
         """Make `contacts` in a thread, which calls `enter()` first, each within `limit` seconds.
 
-        Raises DeadEdge (PP-E707), which names ranks and hosts, with the same text on every rank that waited.
+        Raises DeadEdge (PP-E707) naming ranks and hosts, with the same text on every rank that waited.
         """
         self._write(at=None)
         self._arrive()
@@ -186,7 +187,7 @@ class FirstContact:
         self.store.set(f"{_KEY}/{self.rank}", {"host": self.host, "over": False, **entry})
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """The entries of these ranks when they were first read."""
+        """The entries of these ranks, each as first read."""
         for rank in ranks:
             if rank not in self._entries:
                 self._entries[rank] = self.store.get(f"{_KEY}/{rank}")
@@ -198,9 +199,10 @@ class FirstContact:
             self.store.set(f"{_KEY}/all", True)
         self.store.plain.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
 
-    def _fail(self, contact: Contact, how: str) -> None:
+    def _fail(self, contact: Contact, reason: str) -> None:
+        """Report a dead contact, and raise DeadEdge (PP-E707): a moment later on ranks outside of it."""
         at = [contact.name, list(contact.ranks)]
-        self._write(at=at, how=how)
+        self._write(at=at, how=reason)
         time.sleep(_SETTLE)
         ranks, message = self._dead_contact(at)
         if self.rank not in ranks:
@@ -208,7 +210,7 @@ class FirstContact:
         raise DeadEdge(Problem("PP-E707", message, _REMEDY))
 
     def _dead_contact(self, at: list[Any]) -> tuple[list[int], str]:
-        """The ranks of the first contact in which all wait, or of which one rank has written nothing, and a message."""
+        """(the ranks of the first contact in which all wait or one rank has written nothing, a message)."""
         seen: list[list[Any]] = []
         while at not in seen:
             seen.append(at)
@@ -219,20 +221,20 @@ class FirstContact:
         name, ranks = at
         entries = self._read(ranks)
         silent = [rank for rank, entry in entries.items() if entry["at"] is None and not entry["over"]]
-        how = next((entry["how"] for entry in entries.values() if entry["at"] == at), "took too long")
+        reason = next((entry["how"] for entry in entries.values() if entry["at"] == at), "took too long")
         named = [f"rank {rank} on {entry['host']}" for rank, entry in entries.items()]
         if silent:
-            return ranks, f"rank {silent[0]} on {entries[silent[0]]['host']} does not answer: {name} {how}"
+            return ranks, f"rank {silent[0]} on {entries[silent[0]]['host']} does not answer: {name} {reason}"
         if len(named) == 2:
-            return ranks, f"{named[0]} does not reach {named[1]}: {name} {how}, and both are alive"
-        return ranks, f"{', '.join(named)} do not reach each other: {name} {how}, and all are alive"
+            return ranks, f"{named[0]} does not reach {named[1]}: {name} {reason}, and both are alive"
+        return ranks, f"{', '.join(named)} do not reach each other: {name} {reason}, and all are alive"
 
 
 def _make_all(
     contacts: Sequence[Contact], results: SimpleQueue[list[float] | Exception], enter: Callable[[], None]
 ) -> None:
-    """Run each contact `_ROUNDS` times and put its seconds into `results`; an exception is put there instead, and ends
-    the work. Runs in a thread."""
+    """Run each contact `_ROUNDS` times and put its seconds into `results`; put an exception and return. Runs in a
+    thread."""
     enter()
     for contact in contacts:
         times = []

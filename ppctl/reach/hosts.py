@@ -1,7 +1,7 @@
 """Whether hosts reach each other, tried with plain sockets before gloo connects; and what gloo's errors mean.
 
 gloo connects ranks while a group is made, or on first use. If a host drops its packets, gloo waits for five times the
-group's timeout; meanwhile the ranks that are connected go on, and no error names a rank in the end.
+group's timeout; meanwhile connected ranks go on, and in the end no error names a rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeadEdge(TrainingError):
 
 
 def listen() -> tuple[socket.socket, Address]:
-    """A socket to which others connect as to this process's gloo (the kernel alone answers), and its address."""
+    """(a socket to which others connect as to this process's gloo, its address); the kernel alone answers."""
     host = own_address()
     server = socket.create_server((host, 0), family=family_of(host), backlog=socket.SOMAXCONN)
     return server, (host, int(server.getsockname()[1]))
@@ -66,7 +66,7 @@ def own_address() -> str:
 
 
 def unreached(addresses: Mapping[int, Address], limit: float) -> dict[int, str]:
-    """The ranks whose address cannot be connected to, with the reason. All are tried at once, for `limit` seconds."""
+    """Rank -> why its address cannot be reached. All are tried together, for `limit` seconds."""
     return asyncio.run(_unreached(addresses, limit))
 
 
@@ -80,7 +80,7 @@ async def _why_unreached(host: str, port: int, limit: float) -> str | None:
         async with asyncio.timeout(limit):
             _, writer = await asyncio.open_connection(host, port)
     except OSError as error:
-        # The limit's own TimeoutError has no number.
+        # The limit's own TimeoutError has no errno.
         code, reason = error.errno, f"nothing answered for {limit:g} s"
         reason = reason if code is None else _REASONS.get(code, os.strerror(code))
         loopback = f" ({host} is an address that only its own machine can use)" if host.startswith("127.") else ""
@@ -95,7 +95,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason that an error of gloo's gives, with the address in it; the error's own first line if it is unknown."""
+    """The reason in an error of gloo's, with its address; the error's first line if the error is unknown."""
     text = next(iter(str(error).splitlines()), type(error).__name__)
     reason = next((why for pattern, why in _GLOO_REASONS if re.search(pattern, text, re.IGNORECASE)), None)
     if reason is None:

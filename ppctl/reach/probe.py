@@ -37,7 +37,7 @@ from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 
 TRANSPORTS = ("plain", "channels")
-"""In the order in which they are tried: what is proved elsewhere first, as nothing can follow on a hang."""
+"""In the order in which they are tried: the one proved elsewhere first, as a hang ends the tests."""
 ELEMENTS = 2**20
 """Float32 elements of a message: 4 MiB."""
 _CALLS = 4
@@ -46,10 +46,8 @@ _FACTOR = 2.0
 
 
 def try_transport(transport: str, device: torch.device, limit: float, elements: int = ELEMENTS) -> dict[str, Any]:
-    """One row: `transport`, `seconds` of a schedule call, and the `error` of the first rank that has one.
-
-    A collective over the world. A transport that hangs is told after `limit` seconds; the process can then do nothing
-    more with its groups.
+    """One row: `transport`, `seconds` of a schedule call, and the `error` of the first rank that has one. A collective
+    over the world. A hanging transport is reported after `limit` seconds; then the process's groups are unusable.
     """
     results: SimpleQueue[float | Exception] = SimpleQueue()
     Thread(target=partial(_report, results, transport, device, elements), name=transport, daemon=True).start()
@@ -79,7 +77,7 @@ def _report(results: SimpleQueue[float | Exception], transport: str, device: tor
 def _seconds_of_a_call(transport: str, device: torch.device, elements: int) -> float:
     """The median of several calls of interleaved 1F1B, whose messages go round. Raises RuntimeError for wrong sums."""
     group = dist.group.WORLD
-    assert group is not None  # the ranks have joined it
+    assert group is not None  # the ranks have joined the world
     made = make_schedule("interleaved_1f1b", pp=group.size(), vpp=2, num_microbatches=2 * group.size())
     schedule = lower(made, batched=transport == "plain")
     communicator = Communicator(group, channels=schedule.capacities, device=device, transport=transport)
@@ -98,7 +96,7 @@ def _seconds_of_a_call(transport: str, device: torch.device, elements: int) -> f
 
 
 def _program(schedule: Schedule, stage: int, weight: torch.Tensor, elements: int) -> StageProgram:
-    """Stage number `stage`: its input times the weight; the first one has ones, and the last one returns the mean."""
+    """The program of stage `stage`: its input times the weight; the first stage has ones, the last returns the mean."""
     last = stage == schedule.placement.num_stages - 1
     message = [torch.empty(elements, device="meta")]
 
@@ -110,8 +108,9 @@ def _program(schedule: Schedule, stage: int, weight: torch.Tensor, elements: int
 
 
 def _check(weight: torch.Tensor, schedule: Schedule) -> None:
+    """Raise RuntimeError if the gradient is not what the schedule's messages must make of it."""
     expected = schedule.num_microbatches * _FACTOR ** (schedule.placement.num_stages - 1)
-    assert weight.grad is not None  # the schedule has run its backwards
+    assert weight.grad is not None  # set: the schedule has run its backwards
     if (found := weight.grad.item()) != expected:
         raise RuntimeError(f"a gradient is {found:g}, and {expected:g} is right: messages went wrong")
     weight.grad = None
@@ -161,7 +160,7 @@ def device_of(rank: int, world: int, environ: Mapping[str, str], gpus: int) -> t
 
 
 def versions() -> dict[str, Any]:
-    """Versions of what is installed, and the devices of this machine."""
+    """Versions of installed packages, and the devices of this machine."""
     nccl = nccl_version()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -196,7 +195,7 @@ def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> d
 
 
 def _seconds(source: int, target: int, elements: int, device: torch.device) -> float:
-    """One way, half of a round trip: the median of several."""
+    """Seconds one way, half of a round trip: the median of several."""
     tensor = torch.zeros(elements, device=device)
     times = []
     for _ in range(_ROUNDS):

@@ -1,7 +1,7 @@
 """How ranks come together before the first step: the roll call, the default process group, the first messages.
 
-Every error names ranks and hosts. In the roll call rank 0 judges, and every rank raises rank 0's result: none stays
-behind in a wait without an error.
+Every error names ranks and hosts. In the roll call rank 0 judges, and every rank raises rank 0's result, so that none
+waits without an error.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def join_world(store: Store, rank: int, world: int, backends: str, limit: timede
     than the usual limit of 1,024 files, and addresses that all go through rank 0's store (16 KiB a rank, which every
     rank reads: 69 GB). The world's messages go round a ring, or to rank 0.
     """
-    # NCCL's watchdogs would end the process before it can report an error of the device, and one that waits while a
-    # kernel is loaded would end it before the run's own limits do.
+    # NCCL's watchdogs would end the process before it can report an error of the device, and a watchdog that waits
+    # while a kernel is loaded would end it before the run's limits do.
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(limit.total_seconds())))
     try:
@@ -70,8 +70,7 @@ def warm_up(
     ties: ProcessGroup | None = None,
     exchanges: Exchanges = MappingProxyType({}),
 ) -> dict[str, Any] | None:
-    """Use every channel of the pipeline once, and this rank's `groups` (by axis), that of tied weights and the world.
-
+    """Use every channel of the pipeline once, this rank's `groups` (by axis), the group of tied weights and the world.
     `exchanges` are those of groups beside collectives, by axis.
 
     Returns the content of edges.json on rank 0, else None. A collective over the world; raises DeadEdge.
@@ -102,7 +101,7 @@ def _contacts(
         contacts += group_contacts(axis, group, device, ring=not by_channels, exchanges=exchanges.get(axis, ()))
     if ties is not None:
         contacts += group_contacts("ties", ties, device, ring=False)
-    # NCCL wants all ranks of a group to have met before messages between some of them are batched on it.
+    # NCCL needs a collective of the whole group before some of its ranks batch messages.
     contacts = [*contacts, *channels] if communicator is not None and communicator.fused else [*channels, *contacts]
     world = dist.group.WORLD
     assert world is not None  # the ranks have joined it
@@ -135,7 +134,7 @@ def _record(rows: list[tuple[str, list[TimedContact]]], limit: float) -> dict[st
 
 _KEY = "ppctl/roll"
 _LATER = 10.0
-"""Seconds by which ranks wait longer for rank 0's result than rank 0 waits for theirs."""
+"""Seconds by which ranks wait longer for rank 0's result than rank 0 waits for their entries."""
 _SHOWN = 8
 
 _KINDS: Mapping[str, type[PpctlError]] = {"PP-E707": DeadEdge, "PP-E709": TrainingError, "PP-E742": ConfigError}
@@ -148,10 +147,10 @@ class _Absent(Exception):
 def call_roll(
     store: SealedStore, rank: int, world: int, digest: str, *, edge_limit: float, patience: float
 ) -> list[str]:
-    """The hosts, in the order of their first ranks, once every rank has come and nothing is wrong.
+    """Return the hosts, in the order of their first ranks, once every rank has come and nothing is wrong.
 
     `digest` stands for the run that this rank has. All times are in seconds: ranks have `patience` to come, hosts
-    `edge_limit` to reach each other. Every rank raises the same: TrainingError (PP-E709) if some did not come,
+    `edge_limit` to reach each other. Every rank raises the same error: TrainingError (PP-E709) if some did not come,
     ConfigError (PP-E742) if they have different runs, DeadEdge (PP-E707) if one host does not reach another.
     """
     server, address = listen()
@@ -175,7 +174,7 @@ def call_roll(
 
 
 def _read(store: SealedStore, what: str, ranks: Iterable[int], patience: float) -> dict[int, Any]:
-    """The entries of these ranks under `what`. Raises _Absent naming the ranks that have not written in `patience`
+    """The entries of these ranks under `what`. Raises _Absent naming the ranks that are silent for `patience`
     seconds."""
     keys = {rank: f"{_KEY}/{what}/{rank}" for rank in ranks}
     try:
@@ -205,7 +204,7 @@ def _first_of_each_host(ranks: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def _try_hosts(store: SealedStore, rank: int, limit: float, patience: float) -> list[str]:
-    """The first rank of every host tries all other hosts. Returns the hosts' names."""
+    """Let the first rank of every host try all other hosts; returns the hosts' names."""
     store.plain.wait([f"{_KEY}/hosts"], timedelta(seconds=patience))
     rows = store.get(f"{_KEY}/hosts")
     addresses = {int(first): (str(host), int(port)) for first, _, host, port in rows}

@@ -1,9 +1,9 @@
 """The store through which ranks find each other, and ppctl's authenticated values in it.
 
-Whoever reaches the port of torch's store reads and writes in it. So every value of ours is JSON, and stands after an
-HMAC over the start, the key and the value; its secret is known to the ranks alone (`ppctl.runs.run_starts`). Counts
-(`add`) carry no proof: whoever changes one can delay or end a start, and nothing else. What torch itself keeps in the
-store is not sealed (SECURITY.md).
+Any process that reaches the port of torch's store can read and write in it. So every value of ppctl's is JSON, preceded
+by an HMAC over the start, the key and the value; only the ranks know its secret (`ppctl.runs.run_starts`). Counts
+(`add`) have no proof: changing one can only delay or end a start. torch's own values in the store are not sealed
+(SECURITY.md).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def file_store(directory: Path, world: int) -> Store:
 
 
 def _at_port(host: str, port: int, rank: int, world: int, patience: timedelta) -> Store:
-    """An agent of torchrun serves the store, or rank 0."""
+    """The store at an address, served by torchrun's agent or by rank 0."""
     if rank != 0 or os.environ.get(_AGENT) == str(True):
         return TCPStore(host, port, world, is_master=False, timeout=patience)
     listening = listen_as(host, port)
@@ -77,8 +77,8 @@ def limit_answers(port: int, limit: timedelta) -> None:
 def listen_as(host: str, port: int) -> socket.socket:
     """A listening socket on this machine's address that `host` names, never on all addresses.
 
-    If the name stands for the loopback here (Debian's 127.0.1.1), or for a machine in front of this one, it is the
-    address of gloo, which other hosts must reach as well. Raises ConfigError (PP-E605).
+    If the name means the loopback here (Debian's 127.0.1.1), or a machine in front of this one, gloo's address is used,
+    which other hosts must reach as well. Raises ConfigError (PP-E605).
     """
     try:
         return _listening(host, port)
@@ -88,6 +88,7 @@ def listen_as(host: str, port: int) -> socket.socket:
 
 
 def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host`, if possible not on loopback. Raises OSError if that is not this machine."""
     rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     named = list(dict.fromkeys(str(address[0]) for *_, address in rows))
     beyond = [address for address in named if not ip_address(address.partition("%")[0]).is_loopback]
@@ -121,7 +122,8 @@ _PROOF = 64
 
 
 class SealedStore:
-    """JSON values by key in `plain`, torch's store, of which the start has the number `start`. No secret: no proofs."""
+    """JSON values by key in `plain`, torch's store, with proofs for the start numbered `start`, if there is a
+    secret."""
 
     def __init__(self, plain: Store, secret: bytes | None, start: str) -> None:
         self.plain = plain
@@ -135,7 +137,7 @@ class SealedStore:
         self.plain.set(key, self._proof(key, text) + text)
 
     def get(self, key: str) -> Any:
-        """The value, once it is there. Raises TrainingError (PP-E776) if no rank of this start wrote it."""
+        """Wait for a value and return it. Raises TrainingError (PP-E776) if no rank of this start wrote it."""
         proof, text = halves(self.plain.get(key))
         if not hmac.compare_digest(proof.encode(), self._proof(key, text).encode()):
             raise TrainingError(unproved(key))
@@ -148,8 +150,8 @@ class SealedStore:
     def _proof(self, key: str, text: str) -> str:
         if self._secret is None:
             return "-" * _PROOF
-        said = json.dumps([self._start, key, text]).encode()  # no two triples give one text
-        return hmac.new(self._secret, said, hashlib.sha256).hexdigest()
+        signed = json.dumps([self._start, key, text]).encode()  # different triples give different texts
+        return hmac.new(self._secret, signed, hashlib.sha256).hexdigest()
 
 
 def unproved(key: str) -> Problem:
@@ -159,6 +161,6 @@ def unproved(key: str) -> Problem:
 
 
 def halves(data: bytes) -> tuple[str, str]:
-    """The proof and the text of a value as it stands in the store."""
-    text = data.decode("latin-1")  # one character a byte, whatever stands there
+    """(the proof, the text) of a value in the store."""
+    text = data.decode("latin-1")  # one character per byte, for any bytes
     return text[:_PROOF], text[_PROOF:]

@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written, as values of declared types: every field's type, size and range is checked.
+"""JSON from any writer, as values of declared types: every field's type, size and range is checked.
 
 A type is an annotation: plain types, None, Literal, unions, tuples, lists and dicts of types, dataclasses, NamedTuples
 (objects, or lists of their fields), TypedDicts, and classes with a `parse` of their text. `Annotated[type, rule]` adds
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _Read = Callable[[Any], Any]
 
 Count = Annotated[int, range(2**53)]
-"""A number of things or bytes, or an index: what every program of JSON can hold."""
+"""A count, a number of bytes or an index, within the range of every JSON program."""
 _LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]{0,4096}")
 Line = Annotated[str, _LINE]
 """Text of one line, without control characters."""
@@ -50,13 +50,13 @@ class Fault(ValueError):
         super().__init__(f"{where}takes {rule}, not {_shown(value)}")
 
     def below(self, key: object) -> Fault:
-        """The fault as the object that has the value under `key` sees it."""
+        """The fault with `key` before its place, for the object that has the value under `key`."""
         return Fault(self.rule, self.value, (_clipped(str(key) if str(key).isprintable() else ascii(key)), *self.place))
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage among values that all stay, which takes most of the time of millions."""
+    """Disable garbage collection while millions of lasting values are made, where it takes most of the time."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -67,7 +67,7 @@ def without_collections() -> Iterator[None]:
 
 
 def parse(text: bytes) -> Any:
-    """The value in JSON. Raises ValueError for what is none, or is nested too deeply."""
+    """The value of a JSON text. Raises ValueError for other text, and for values nested too deeply."""
     try:
         with without_collections():
             return json.loads(text)
@@ -85,7 +85,7 @@ def finite(value: Any) -> Any:
 
 
 def read(kind: type[T], value: Any) -> T:
-    """`value`, which is what `json` reads from a text, as `kind`. Raises ValueError with its place and its rule."""
+    """`value`, as `json` reads it from a text, as a `kind`. Raises ValueError with the place and the broken rule."""
     parsed: T = _reader(cast(Any, kind))(value)
     return parsed
 
@@ -179,8 +179,8 @@ def _mapping(key: _Read, inner: _Read) -> _Read:
 
 
 def _object(kind: Any) -> _Read:
-    """For a class with annotated fields. One that has a default, or may be left out of a TypedDict, may be missing;
-    null is missing, too, if it is no value."""
+    """The reader of a class with annotated fields. Fields with a default, or optional ones of a TypedDict, may be
+    missing, or null if null is no value of theirs."""
     keeps, known = is_typeddict(kind), get_type_hints(kind, include_extras=True)
     if keeps:
         optional = kind.__optional_keys__ | {name for name, each in known.items() if get_origin(each) is NotRequired}

@@ -17,19 +17,19 @@ _LONGEST = 2**16
 _LEAST_TAIL_BYTES = 2**18
 _MOST_OF_A_RECORD = 2**11
 _MOST_DAMAGED = 1000
-"""Lines without a record after which the rest is not read: a file of 200 MB may have as many."""
+"""The most lines without a record; then the rest is not read: a file of 200 MB may have as many."""
 
 
 class MetricsFile:
-    """Reads what was added since it read last; at first all records, or at least the last `last` ones."""
+    """Reads records added since its last read; at first all records, or at least the last `last` ones."""
 
     def __init__(self, path: Path, damaged: Callable[[object], None], *, last: int | None = None, at: int = 0) -> None:
-        """`damaged` takes the reason why the file, or the first such line, was left out."""
+        """`damaged` is called with the reason why the file, or the first bad line, was left out."""
         self._path, self._damaged, self._at = path, damaged, at
         self._tail = None if last is None else max(_LEAST_TAIL_BYTES, last * _MOST_OF_A_RECORD)
 
     def read(self) -> list[dict[str, Any]]:
-        """The records, without lines that are none; a last line without an end is still being written, or was cut."""
+        """The records, without other lines; an unfinished last line is still being written, or was cut off."""
         try:
             with open_regular(self._path, follow=False) as file:
                 return [record for _, record in self._added(file)]
@@ -56,7 +56,7 @@ class MetricsFile:
         records: list[tuple[int, dict[str, Any]]] = []
         faults: list[str] = []
         size = os.fstat(file.fileno()).st_size
-        self._at = min(self._at, size)  # a resumed run drops the steps that it repeats
+        self._at = min(self._at, size)  # a resumed run drops the records of repeated steps
         if self._tail is not None and self._at < size - self._tail:
             file.seek(size - self._tail)
             self._at = size - self._tail + len(file.readline(_LONGEST))

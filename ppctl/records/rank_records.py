@@ -16,10 +16,10 @@ STATES = (
     *("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading"),
     *("loading kernels", "recording"),
 )
-"""By the number that a rank has in shared memory: new ones come last."""
+"""The states, by their number in shared memory: new states come last."""
 NO_ACTION = -1
 EXCHANGING_AXES = ("tp", "cp", "ep", "etp")
-"""Along which ranks exchange something within an action."""
+"""The axes along which ranks exchange within an action."""
 _VERSION = 1
 
 
@@ -34,16 +34,16 @@ class RankState:
     index: Annotated[int, range(-1, 2**31)]
     """Position of the current action in the rank's list; the list's length at its end, NO_ACTION outside the list."""
     since: float
-    """When this began, in seconds: on the machine's monotonic clock in shared memory, since the epoch in a file."""
+    """When the action or state began, in seconds: monotonic in shared memory, since the epoch in a file."""
     working: bool = False
-    """Whether the action has the message that it needs, and computes."""
+    """Whether the action has its message, and computes."""
     stopped: bool = False
     """Whether the process is stopped (SIGSTOP, a debugger), or its host does not publish any more."""
     host: str = ""
     pid: Count = 0
     """0 until the rank has opened its record."""
     exchanges: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
-    """How many it has started along each of EXCHANGING_AXES, from its start on."""
+    """How many exchanges it has started along each of EXCHANGING_AXES."""
 
     def to_json(self) -> dict[str, Any]:
         """The rank's row in the file of its host."""
@@ -51,7 +51,7 @@ class RankState:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], host: str) -> RankState:
-        """Read a row of the file of `host`. Raises ValueError if it is none of any version."""
+        """Read a row of the file of `host`. Raises ValueError if it is no row of any version."""
         return read(cls, {**row, "host": host})
 
 
@@ -62,7 +62,7 @@ class RankFailure:
     rank: Count
     message: str = ""
     type: str = ""
-    """The exception's name; `Hang` for a rank that others have waited for too long."""
+    """The exception's name; `Hang` for a rank for which others have waited too long."""
     code: Line | None = None
     """PP-Exxx; None for an exception that is not ppctl's."""
     time: float = field(default_factory=time.time)
@@ -86,5 +86,5 @@ class RankFailure:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankFailure:
-        """Read a record; all but the rank may be missing. Raises ValueError if it is none of any version."""
+        """Read a record; all but the rank may be missing. Raises ValueError if it is no record of any version."""
         return read(cls, {"time": 0.0, **record})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 FORWARD, BACKWARD, MESSAGE, STEP = PHASES = ("forward", "backward", "message", "step")
-"""Activities of a rank; `step` is all around the schedule. The others grow with the number of microbatches."""
+"""Activities of a rank; `step` is everything outside the schedule. The others grow with the number of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Operations:
     during: str
     count: int
     launches: int
-    """Operations that launch a kernel, which are all that make or change values on the device."""
+    """Operations that launch a kernel: all that make or change values on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class LayerKernels:
     kind: str
     """`decoder`, `decoder with experts`, `mtp`, ..."""
     during: str
-    """FORWARD or BACKWARD; the second forward of what is recomputed is a part of the backward."""
+    """FORWARD or BACKWARD; a recomputed forward counts as backward."""
     passes: int
-    """Layers times microbatches: divided by it, the counts are those of one layer and microbatch."""
+    """Layers times microbatches, by which the counts divide to those of one layer and microbatch."""
     kernels: int
-    """Operations of torch's that launch one; exchanges between ranks are none."""
+    """torch's operations that launch a kernel, without exchanges between ranks."""
     others: int
     """The operations that are neither products nor attention."""
     other_bytes: int
@@ -65,22 +65,22 @@ class LayerKernels:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one microbatch on a stage, the state of which is not counted."""
+    """Bytes of one microbatch on a stage, without the stage's state."""
 
     stage: int
     kept: int
     """From its forward to its backward."""
     in_forward: int
-    """At most, beside what was there when its forward began."""
+    """The most further bytes while the forward runs."""
     in_backward: int
-    """At most, beside what was there when its backward began."""
+    """The most further bytes while the backward runs."""
     received: int = 0
     """The part of `kept` that is the received message, whose memory returns to a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An action of the list: bytes at its end, and the most since the one before."""
+    """An action of the list: bytes at its end, and the most since the previous action's end."""
 
     index: int
     bytes: int
@@ -93,12 +93,12 @@ class Rehearsed:
 
     rank: int
     weight_bytes: int
-    """At most: `full` sharding holds them only while a stage computes."""
+    """The most bytes of weights: `full` sharding holds them only while a stage computes."""
     gradient_bytes: int
-    """At most."""
+    """The most bytes of gradients."""
     optimizer_bytes: int
     peak_bytes: int
-    """Peak of what the rank's own code allocates; workspaces of libraries are not seen."""
+    """The peak of bytes that the rank's own code allocates, without libraries' workspaces."""
     peak_action: str
     """The action at the peak; `update` after the schedule."""
     stages: tuple[StageMemory, ...]
@@ -109,6 +109,6 @@ class Rehearsed:
     operations: tuple[Operations, ...]
     traffic: tuple[MeasuredTraffic, ...]
     seconds: float
-    """The step took here."""
+    """Seconds of the step on this machine."""
     layers: tuple[LayerKernels, ...] = ()
     """By kind of layer; empty for a model whose layers are not called as modules."""

@@ -1,4 +1,4 @@
-"""The entries of a run directory's JSON files, as `json_reader` checks them; others are kept as they are.
+"""The entries of a run directory's JSON files, as `json_reader` checks them; unknown entries are kept.
 
 An older run has fewer entries, a newer one more.
 """
@@ -26,7 +26,7 @@ Step = Count | None
 Figure = float | None
 """A number that is null if it was not finite."""
 ASKED_WORDS = "a callback of train.callbacks asked for it"
-"""The message of a run that stopped for good before its last step."""
+"""The message of a run that stopped before its last step and will not go on."""
 
 
 class Status(TypedDict, total=False):
@@ -49,7 +49,7 @@ class Holder(TypedDict, total=False):
 
 
 class Life(TypedDict):
-    """A start by agents: how far the run had come before, where its ranks were, and why it was needed."""
+    """A start by agents: the run's progress before, the hosts of its ranks, and why it was needed."""
 
     time: Time
     step: Count
@@ -122,7 +122,7 @@ class Result(TypedDict, total=False):
     step: Step
     loss: Figure
     sample: dict[str, Any] | None
-    """Texts of any characters: the model may write each."""
+    """Texts of any characters, since the model may write any."""
     samples: list[dict[str, Any]] | None
     start_up: dict[Line, float] | None
 

@@ -22,7 +22,7 @@ def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> 
     """One step in fixed columns; in a short form on a screen of less than WIDE columns, as far as it fits."""
     done = f"{record['step']:>{len(str(steps))}}/{steps}"
     bubble, stage = record.get("bubble_fraction"), record.get("slowest_stage")
-    if bubble is None or bubble != bubble:  # a GPU's times are read a step later: the first step has none
+    if bubble is None or bubble != bubble:  # a GPU's times are read one step late: the first step has none
         share, stage = "-", "-"
     else:
         share = format(bubble, ".1%" if columns >= WIDE else ".0%")
@@ -51,7 +51,7 @@ def figure(record: Record, key: str, form: str) -> str:
 
 
 RECENT = 20
-"""Steps from whose mean the time of those to come is estimated."""
+"""The number of last steps whose mean predicts later steps' time."""
 
 
 def mean_step_time(records: Sequence[Record]) -> float | None:

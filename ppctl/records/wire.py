@@ -1,6 +1,6 @@
 """Converts values to bytes for another process, and back, checked against a type annotation: JSON, then raw bytes.
 
-Nothing that arrives chooses a class or runs: the receiver's annotation says what is made, and all else is refused.
+Arriving data choose no class and run nothing: the receiver's annotation says what is made, and all else is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Convert = Callable[[Any, BytesIO], Any]
 """(value, raw bytes, written or read in order) -> its JSON, or the reverse."""
 
 AS_TEXT: dict[Any, tuple[Callable[[Any], str], Callable[[str], Any]]] = {Path: (str, Path)}
-"""Types that travel as text: to it, and back. Whoever knows another type adds it."""
+"""Types that are sent as text -> (to text, from text). Modules that know further types add them."""
 
 
 class Malformed(ValueError):
@@ -40,7 +40,7 @@ def packed(kind: Any, value: Any) -> bytes:
 
 
 def unpacked(kind: Any, data: bytes) -> Any:
-    """The value that `packed` made these bytes of, its floats to the last bit. Raises Malformed."""
+    """The value in bytes of `packed`, with equal bits of floats. Raises Malformed."""
     with _refusing():
         end = _HEAD.size + _HEAD.unpack_from(data)[0]
         raw = BytesIO(data)
@@ -168,7 +168,7 @@ def _listed(plain: Any, length: int | None = None) -> list[Any]:
 def _many(make: Callable[[list[Any]], Any], kind: Any) -> tuple[Convert, Convert]:
     """Converters of a list or tuple; a plain kind is checked only by the set of its values' types, which is fast."""
     to, back = _converts(kind)
-    if to is back and kind is not Any:  # nothing is converted: of 10^5 numbers or names the types alone are looked at
+    if to is back and kind is not Any:  # without conversion: for 10^5 values only the types are checked
         plain_kind = kind or NoneType
 
         def check(value: Any, raw: BytesIO) -> Any:

@@ -1,7 +1,7 @@
-"""Counts what a device would do and hold while a rank runs, where torch hands operations to their kernels.
+"""Counts the operations and bytes of a device while a rank runs, where torch dispatches operations to kernels.
 
-Tensors are on torch's `meta` device: they have shapes, dtypes and memory that can be counted, and no values. What would
-copy values to the host is answered with zeros, and noted as a wait with the line of ppctl's that asked.
+Tensors are on torch's `meta` device: they have shapes, dtypes and memory that can be counted, and no values. Copies of
+values to the host give zeros, and are recorded as waits with ppctl's line that asked.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launches(func: Any, args: Sequence[Any], result: Any) -> bool:
         return False
     if func._schema.is_mutable:
         return True
-    read = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}  # `_unsafe_view` is no view by its schema
+    read = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}  # by its schema `_unsafe_view` is no view
     return any(tensor.untyped_storage()._cdata not in read for tensor in made)
 
 
@@ -66,8 +66,8 @@ def multiplies(func: Any) -> bool:
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """The least bytes that an operation's kernel reads and writes: each operand once, each result once; of expanded
-    operands the elements in memory, of rows that are looked up as many as are put out."""
+    """The least bytes that an operation's kernel reads and writes: each operand and each result once; expanded operands
+    with their elements in memory, looked-up tables with the rows in the result."""
     written = sum(_size(tensor) for tensor in tensors_of(result))
     if func._opname in _WRITES_ONLY:
         args = args[1:]
@@ -80,7 +80,7 @@ def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 
 
 def _rows_size(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Bytes of the rows that are looked up: of a sum over rows, each of them."""
+    """Bytes of the rows that are looked up; in a sum over rows, each of them."""
     if func._opname == "_embedding_bag":
         return int(args[1].numel() * args[0].shape[1] * args[0].element_size())
     return sum(_size(tensor) for tensor in tensors_of(result))
@@ -94,16 +94,16 @@ def _size(tensor: Tensor) -> int:
 
 
 class LayerMarks:
-    """Says to which kind of layer the dispatched operation belongs: in a forward that of the layer whose module is
-    called, in a backward that of the layer whose forward made the node that runs, even if this computes it again."""
+    """Finds the kind of layer of a dispatched operation: in a forward that of the called module, in a backward that of
+    the layer whose forward made the running node, also while this recomputes."""
 
     def __init__(self) -> None:
         self.passes: dict[str, int] = {}
-        """Kind -> forwards so far whose graph is kept; second forwards in a backward are none."""
+        """Kind -> the number of forwards so far whose graph is kept, without recomputed ones."""
         self._here = threading.local()
 
     def watch(self, layer: nn.Module, kind: str) -> None:
-        """Mark what this layer's module does from now on."""
+        """Mark this layer's operations from now on."""
 
         def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             self._here.kind = kind
@@ -125,7 +125,7 @@ class LayerMarks:
 
 
 def _mark(output: Any, inputs: Sequence[Any], kind: str) -> None:
-    """Name the layer in every node of its graph: from its output back to its inputs, or to nodes of a layer before."""
+    """Name the layer in every node of its graph: from its output back to its inputs, or to an earlier layer's nodes."""
     outside = {tensor.grad_fn for tensor in tensors_of(inputs)}
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
     while waiting:
@@ -153,7 +153,7 @@ _SIZES_FROM_VALUES = {
 
 
 class DeviceLedger(TorchDispatchMode):
-    """Counts while it is entered. `during` says what the rank is doing; whoever drives the rank sets it."""
+    """Counts while it is entered. `during` is the rank's present activity, set by the code that drives the rank."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -162,9 +162,9 @@ class DeviceLedger(TorchDispatchMode):
         self.live = 0
         """Bytes of all storages on the device that were made inside and still exist."""
         self.peak = 0
-        """The most so far; `restart_peak` starts anew."""
+        """The most bytes alive since `restart_peak`."""
         self.axes: dict[str, str] = {}
-        """Process group's name -> its axis; the groups of tied parameters are not in it."""
+        """Process group's name -> its axis, without groups of tied parameters."""
         self._waits: Counter[tuple[str, int, str]] = Counter()
         self._operations: Counter[str] = Counter()
         self._launches: Counter[str] = Counter()
@@ -178,7 +178,7 @@ class DeviceLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Count an operation and let it happen, or answer it if it reads values."""
+        """Count an operation and run it, or give zeros if it reads values."""
         kwargs = kwargs or {}
         self._operations[self.during] += 1
         if func.namespace == "c10d":
@@ -195,7 +195,7 @@ class DeviceLedger(TorchDispatchMode):
             message = f"the size of the result of {func} depends on values, which a rehearsal does not have"
             raise NotImplementedError(message)
         if func is GROUPED and _on_device(args) and args[0].dtype != torch.bfloat16:
-            self._wait()  # torch multiplies group by group there, and reads on the host where each one ends
+            self._wait()  # there torch multiplies group by group, and reads the groups' ends on the host
             result = grouped(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -208,13 +208,13 @@ class DeviceLedger(TorchDispatchMode):
         return result
 
     def watch_layers(self, layers: Iterable[tuple[nn.Module, str]]) -> None:
-        """Count the kernels of these layers, each a module and the kind that it is of, by kind."""
+        """Count the kernels of these layers, (module, kind), by kind."""
         for layer, kind in layers:
             self._marks.watch(layer, kind)
 
     @property
     def during(self) -> str:
-        """The phase of an operation. In a thread of its own runs the backward of a pair, beside a forward."""
+        """The phase of an operation. In another thread it is the backward of a pair, beside a forward."""
         return self._during if threading.get_ident() == self._thread else BACKWARD
 
     @during.setter
@@ -227,14 +227,14 @@ class DeviceLedger(TorchDispatchMode):
         self._message_bytes[kind, axis, during] += size
 
     def begin_step(self) -> None:
-        """Forget what was counted; what is alive stays, and is the peak so far."""
+        """Clear the counts; live bytes stay, and are the first peak."""
         counted = (self._waits, self._operations, self._launches, self._messages, self._message_bytes)
         for counter in (*counted, self._of_layers, self._marks.passes):
             counter.clear()
         self.restart_peak()
 
     def restart_peak(self) -> int:
-        """The peak since the last call; the next one starts from what is alive now."""
+        """Return the peak since the last call; the next one starts from the bytes alive now."""
         peak, self.peak = self.peak, self.live
         return peak
 
@@ -279,7 +279,7 @@ class DeviceLedger(TorchDispatchMode):
         if key in self._storages:
             return
         size = -(-storage.nbytes() // BLOCK) * BLOCK
-        # A storage's Python object lives as long as the storage, whoever else holds it.
+        # A storage's Python object lives as long as the storage, whatever else holds the storage.
         self._storages[key] = weakref.ref(storage, lambda _: self._free(key, size))
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -289,7 +289,7 @@ class DeviceLedger(TorchDispatchMode):
         self.live -= size
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Note a copy between host and device for which the host waits; the answer to one that reads the device."""
+        """Record a copy between host and device for which the host waits; returns zeros if it reads the device."""
         if func is _aten.copy_.default:
             target, source = args[0], args[1]
             non_blocking, to_host = bool(args[2:] and args[2]) or kwargs.get("non_blocking"), not target.is_meta

@@ -39,7 +39,7 @@ _DURING = {Op.F: FORWARD, **dict.fromkeys(BACKWARDS, BACKWARD)}
 
 
 class MemoryRecorder(Recorder):
-    """Notes memory where a recorder of a run notes times."""
+    """Records memory where a run's recorder records times."""
 
     def __init__(self, ledger: DeviceLedger, pp_rank: int, actions: Sequence[Action], **more: Any) -> None:
         super().__init__(pp_rank, actions, **more)
@@ -54,14 +54,14 @@ class MemoryRecorder(Recorder):
     def begin(self, index: int) -> None:
         """The action begins."""
         self._note(index)
-        if self.actions[index].op is Op.REDUCE_GRAD:  # all of a stage's gradients are there, and nothing has gone
+        if self.actions[index].op is Op.REDUCE_GRAD:  # all gradients of the stage exist, and nothing is freed yet
             self.most_state = tuple(map(max, self.most_state, self.state()))  # type: ignore[assignment]  # of two
         self.before[index] = self.ledger.live
         self.ledger.during = _DURING.get(self.actions[index].op, STEP)
         super().begin(index)
 
     def end(self, index: int) -> None:
-        """It is over."""
+        """The action ends."""
         super().end(index)
         self._note(index)
         self.ledger.during = STEP
@@ -72,7 +72,7 @@ class MemoryRecorder(Recorder):
 
 def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
     """One step of a rank, in a process without a default process group: it has a fake one meanwhile."""
-    # Messages ask a group for the backend of their device: torch has a fake backend for meta tensors nowhere.
+    # Messages need their device's backend of a group; torch has no fake one for meta tensors.
     dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
     try:
         return _rehearse(config, plan, rank)
@@ -118,7 +118,7 @@ def _layers(session: Session) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _refuse_experts_one_by_one(session: Session) -> None:
-    """Raise ConfigError if the host would need to know how many rows each expert gets: that is a value."""
+    """Raise ConfigError if the host would need each expert's number of rows, which is a value."""
     model = session.config.model
     if model.num_moe_experts is not None and not session.model.kernels.groups_experts:
         message = "experts that do not run as one grouped product have sizes that a rehearsal does not know"
@@ -154,7 +154,7 @@ def _figures(
 
 
 def _state(session: Session) -> tuple[int, int]:
-    """Bytes of weights, with experts' copies in 8 bits, and of gradients, wherever they are now."""
+    """(bytes of weights, with experts' copies in 8 bits, bytes of gradients) that exist now."""
     weights = session.replica.weights
     parameters = (*weights.model.values(), *weights.master.values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -164,9 +164,9 @@ def _state(session: Session) -> tuple[int, int]:
 
 
 def _stage_memory(session: Session, recorder: MemoryRecorder) -> Iterable[StageMemory]:
-    """By stage, of its last microbatches: the first ones also make gradients and tables. The two of a pair run at once,
-    and what is measured of one is the other's as well."""
-    ends = {moment.index: moment for moment in recorder.moments}  # the later of two is an action's end
+    """The memory of each stage from its last microbatches: the first also make gradients and tables. The two actions of
+    a pair run together, and share one measurement."""
+    ends = {moment.index: moment for moment in recorder.moments}  # an action has two moments; the later is its end
     paired = {action for pair in session.plan.schedule.pairs for action in pair}
     for spec in session.own.stages:
         kept = in_forward = in_backward = received = 0
@@ -192,7 +192,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def main() -> int:
-    """Rehearse the rank that the arguments name, and print what was measured; or, as JSON as well, what is wrong."""
+    """Rehearse the rank that the arguments name, and print the measurements, or problems, as JSON."""
     directory, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2])
     try:
         measured = rehearse(directory.read_config(), directory.read_plan(), rank)

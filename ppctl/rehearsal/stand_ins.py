@@ -59,8 +59,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """cuDNN's or flash attention, which saves for the backward queries, keys, values, the result and a float32 for each
-    row and head. Other calls (with a mask, not on meta, or with both kernels switched off) run `func` itself."""
+    """cuDNN's or flash attention, which saves queries, keys, values, the result and a float32 per row and head for the
+    backward. Other calls (with a mask, not on meta, or with both kernels switched off) run `func` itself."""
     fuses = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()  # sdpa_kernel's switches
     if not (query.is_meta and fuses) or attn_mask is not None:
         out: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -72,7 +72,7 @@ def _attention(
 
 
 def attend_documents(query: Tensor, key: Tensor, value: Tensor, *bounds: object, **options: object) -> Tensor:
-    """varlen_attn's contract: [tokens, heads, width], all documents at once; it keeps what the others do."""
+    """As varlen_attn: [tokens, heads, width], all documents in one call; keeps the same as the other kernels."""
     heads = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     made = _aten._scaled_dot_product_cudnn_attention(*heads, None, torch.is_grad_enabled(), 0.0, True)
     out: Tensor = made[0][0].transpose(0, 1)
@@ -88,10 +88,9 @@ def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = No
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm over the last dimension; the input and a float32 for each row are saved for the backward. Torch itself
-    would go step by step.
-
-    Called is LayerNorm, which is one kernel everywhere: it reads and writes what RMSNorm's does, but for a mean a row.
+    """A norm over the last dimension that saves the input and a float32 per row for the backward, where torch would run
+    unfused. Calls LayerNorm, which is one kernel everywhere, and reads and writes as RMSNorm's does, except for a mean
+    per row.
     """
 
     @staticmethod
@@ -124,7 +123,7 @@ class _Delivered(Work):
 
 
 class CountedTransport:
-    """Carries nothing: every message is there at once, and is noted."""
+    """Carries nothing: every message is there immediately, and is counted."""
 
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
@@ -145,29 +144,29 @@ class CountedTransport:
 
 
 class EvenExchange(ExpertExchange):
-    """Every rank's experts get as many rows as the others': what a router aims at."""
+    """All ranks' experts get equally many rows, as a router aims at."""
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
-        """The rows of this rank, spread evenly, and as many back; the host waits for them as it would in a run. By
-        node, a row goes to as many nodes, and as many sums come back, as are expected (`reached`)."""
+        """This rank's rows, spread evenly, and as many back; the host waits for the numbers as in a run. By node, rows
+        go to the expected number of nodes (`reached`), and as many sums come back."""
         super().sizes(*numbers)
         copies = self.rows * self.model.moe_router_topk
         totals = [copies] * len(numbers)
         if self.outer is not None:
-            there, back = (round(self.rows * reached(self.model, n)) for n in (self.outer.size(), self.runs.number))
-            totals[:4] = there, there, back, back
+            out, back = (round(self.rows * reached(self.model, n)) for n in (self.outer.size(), self.runs.number))
+            totals[:4] = out, out, back, back
         totals[-1] *= len(numbers[-1])
         shares = [range(len(each)) for each in numbers]
         return [[(n + part) // len(own) for part in own] for n, own in zip(totals, shares, strict=True)]
 
     def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Any) -> Tensor:
-        """Exchange as in a run, and remember how many rows there are."""
+        """Exchange as in a run, and keep the number of rows."""
         self.rows = len(rows)
         return super().__call__(rows, chosen, weights, counts, experts)
 
 
 class Samples:
-    """Batches without values, on the device: what a step reads of them is their shapes."""
+    """Batches without values, on the device: a step reads only their shapes."""
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         self.count = plan.gradient_accumulation_steps * plan.num_microbatches
@@ -175,7 +174,7 @@ class Samples:
         self.dp = plan.sizes.dp
 
     def step(self, step: int) -> StepBatch:
-        """The batch of any step; if documents are kept apart, each row is one."""
+        """The batch of any step; if documents are kept apart, each row is one document."""
         data, b = self.config.data, self.config.train.micro_batch_size
         shape = (self.count, b, data.seq_length)
         whole = ((data.seq_length,),) * b

@@ -1,4 +1,4 @@
-"""Runs on disk: their directories, their starts, their checkpoints, and how one is found.
+"""Runs on disk: their directories, their starts, their checkpoints, and how they are found.
 
 rundir             the files of a run directory
 run_starts         the starts of one run: its lock, and what is kept of earlier ones

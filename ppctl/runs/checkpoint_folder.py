@@ -1,4 +1,4 @@
-"""A directory of checkpoints: names, order of writes, what a crash may leave, and which checkpoint a start reads.
+"""A directory of checkpoints: names, order of writes, remains of a crash, and which checkpoint a start reads.
 
 Standard library only: launcher and ranks use it; no other module knows these names (decision 23).
 
@@ -6,7 +6,7 @@ Standard library only: launcher and ranks use it; no other module knows these na
     latest          text: the name of the checkpoint to continue from; replaced by rename
     step-30.tmp/    being written or being deleted, or left half-done by a crash: never read
     step-20.old/    moved aside while a new step-20 takes its place; read only if a crash left no step-20
-    passed.json     the run's steps back: what it has given up, and samples that it passes by (decision 99)
+    passed.json     the run's steps back: discarded states, and skipped samples (decision 99)
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class FoundCheckpoint:
 
     path: Path
     warning: str = ""
-    """The fault of `latest`, and which checkpoint is used instead; empty if `latest` names this one."""
+    """The fault of `latest`, and which checkpoint is used instead; empty if `latest` names this checkpoint."""
 
 
 class StepBack(NamedTuple):
-    """The run went from the bad step `bad` back to the state after `step`, and reads the samples at positions `first`
-    to `end - 1` of its data no more."""
+    """The run went from the bad step `bad` back to the state after `step`, and skips the samples at positions `first`
+    to `end - 1` of its data from now on."""
 
     bad: Count
     step: Count
@@ -72,7 +72,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def temporary_path(directory: Path, step: int) -> Path:
-    """The directory in which it is written, under a name that is never read."""
+    """The directory in which a checkpoint is written, with a name that is never read."""
     return directory / f"step-{step}{_TEMPORARY}"
 
 
@@ -83,7 +83,7 @@ def step_of(checkpoint: Path | str | None) -> int:
 
 
 def is_step(checkpoint: Path) -> bool:
-    """Whether it has a name that `step_of` knows."""
+    """Whether the path has a name that `step_of` knows."""
     return _KEPT.fullmatch(checkpoint.name) is not None
 
 
@@ -94,9 +94,9 @@ def find(directory: Path) -> FoundCheckpoint | None:
     """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
 
     The checkpoint that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning.
-    One that the run has given up (`steps_back`) is chosen only if there is no other.
-    If no checkpoint is complete, the newest incomplete one: loading it fails, so that no run starts again at step 0
-    beside its checkpoints. Raises CheckpointError (PP-E505) if the directory cannot be read.
+    A checkpoint that the run has discarded (`steps_back`) is chosen only if there is no other. If no checkpoint is
+    complete, the newest incomplete one: loading it fails, so that no run starts again at step 0 beside its checkpoints.
+    Raises CheckpointError (PP-E505) if the directory cannot be read.
     """
     with _os_errors_as_problems(directory):
         named, fault = _named_by_latest(directory)
@@ -106,21 +106,20 @@ def find(directory: Path) -> FoundCheckpoint | None:
             return FoundCheckpoint(path)
         if path is not None:
             fault = f"the run has gone back to step {back[-1].step} and given up {path.name}"
-        there = [each for each in kept(directory) if not _given_up(each, back)] or kept(directory)
-        if not there:
+        existing = [each for each in kept(directory) if not _given_up(each, back)] or kept(directory)
+        if not existing:
             return None
-        newest = max(there, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
+        newest = max(existing, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
         which = "newest complete checkpoint" if is_complete(newest) else "newest (none is complete)"
     return FoundCheckpoint(newest, f"{fault}; using {newest.name}, the {which} there")
 
 
 def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
-    """The checkpoints that a start with `checkpoint.resume=resume` tries one after the other: what `find` finds; for
-    AUTO all earlier complete ones after it, newest first; none for a new run. Raises CheckpointError (PP-E505) if the
-    directory cannot be read."""
+    """The checkpoints that a start with `checkpoint.resume=resume` tries in order: the result of `find`; for AUTO then
+    all earlier complete ones, newest first; none for a new run. Raises CheckpointError (PP-E505) as `find`."""
     if resume is None:
         return []
-    if resume != AUTO:  # a `step-N.old` of the config may have its name back
+    if resume != AUTO:  # a `step-N.old` in the config may be called step-N again
         return [FoundCheckpoint(at(Path(resume)) or Path(resume))]
     first = find(directory)
     if first is None:
@@ -136,10 +135,10 @@ def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
 def at(path: Path) -> Path | None:
     """The checkpoint that a path names, or None.
 
-    After a crash while a new step-N took the place of an old one, this is `step-N.old`, also for the path `step-N`;
-    once the next save has given it its name back, it is `step-N`, also for the path `step-N.old`. Any other directory
-    with a manifest is a checkpoint, too (a copy under a name of its own), but never a `.tmp`.
-    Raises CheckpointError (PP-E505) if the file system does not answer.
+    After a crash while a new step-N replaced an old one, this is `step-N.old`, also for the path `step-N`; once the
+    next save has renamed it back, it is `step-N`, also for the path `step-N.old`. Any other directory with a manifest
+    is a checkpoint, too (a copy with another name), but never a `.tmp`. Raises CheckpointError (PP-E505) if the file
+    system does not answer.
     """
     with _os_errors_as_problems(path):
         return _at(path)
@@ -164,7 +163,7 @@ def kept(directory: Path) -> list[Path]:
 
 def is_complete(path: Path) -> bool:
     """Whether the checkpoint at `path` has been written completely, and its deletion has not begun. Raises OSError if
-    the file system does not answer: then the checkpoint may be there."""
+    the file system fails: then the checkpoint may be there."""
     try:
         return stat.S_ISREG((path / MANIFEST).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
@@ -172,8 +171,7 @@ def is_complete(path: Path) -> bool:
 
 
 def steps_back(directory: Path) -> list[StepBack]:
-    """The steps back of the run that saves in `directory`, in their order. Raises CheckpointError (PP-E505) if they
-    cannot be read."""
+    """The steps back of the run that saves in `directory`, in order. Raises CheckpointError (PP-E505) if unreadable."""
     path = directory / PASSED
     with _os_errors_as_problems(path):
         try:
@@ -188,7 +186,7 @@ def steps_back(directory: Path) -> list[StepBack]:
 
 
 def _given_up(checkpoint: Path, back: Iterable[StepBack]) -> bool:
-    """Whether the run has trained on samples that it now passes by when it saved this: a state that it has left."""
+    """Whether the checkpoint is discarded: before it was saved, the run had trained on samples that it now skips."""
     position = _entry(checkpoint, "consumed_samples") if back else None
     return isinstance(position, int) and any(each.first < position < each.end for each in back)
 
@@ -200,12 +198,12 @@ def _at(path: Path) -> Path | None:
     for place in places:
         if is_complete(place) and place.suffix != _TEMPORARY:
             return place
-    # Without a manifest it is damaged. Loading it reports that: no other checkpoint takes its place here.
+    # Without a manifest the checkpoint is damaged; loading reports this, and no other checkpoint replaces it here.
     return next((place for place in places if _KEPT.fullmatch(place.name) and place.is_dir()), None)
 
 
 def _named_by_latest(directory: Path) -> tuple[Path | None, str]:
-    """The path that `latest` names, and what is wrong with `latest` if nothing is there."""
+    """(the path that `latest` names, the fault of `latest` if nothing is there)."""
     pointer = directory / LATEST
     try:
         with open_regular(pointer, follow=False) as file:
@@ -244,7 +242,7 @@ def prepare(directory: Path, step: int) -> Path:
     sweep(directory)
     pointer = directory / LATEST
     if pointer.is_dir() and not pointer.is_symlink():
-        # Not ours, and no file can take its place. Its owner may need it: it is moved, not deleted.
+        # Not a checkpoint, and in the way. Its owner may need it: it is moved, not deleted.
         pointer.rename(pointer.with_suffix(_OLD))
     path = temporary_path(directory, step)
     path.mkdir()
@@ -268,12 +266,12 @@ def _settle(moved: Path) -> None:
         moved.rename(path)
     elif os.path.lexists(path):
         discard(moved)
-    # Else it is damaged, but it shows that there was a checkpoint: without it a start would begin at step 0.
+    # Damaged, but kept as a sign that there was a checkpoint: without it a start would begin at step 0.
 
 
 def publish(directory: Path, step: int) -> Path:
-    """Give the written checkpoint its name, unless an earlier call that stopped has, then point `latest` at it; both
-    outlast a power failure. Everything that needs space on the disk happens before the first rename."""
+    """Give the written checkpoint its name, unless an interrupted call has, then point `latest` at it; returns its
+    path. Both are synced. Everything that needs disk space happens before the first rename."""
     path, temporary, pointer = step_path(directory, step), temporary_path(directory, step), directory / LATEST
     draft = pointer.with_suffix(_TEMPORARY)
     draft.write_text(f"{path.name}\n")
@@ -291,21 +289,21 @@ def publish(directory: Path, step: int) -> Path:
 
 
 def add_step_back(directory: Path, back: StepBack) -> None:
-    """Note a step back, in one rename: later starts go by it. Raises TrainingError (PP-E779) in an older start."""
-    fence.check(at_once=True)  # else it would give up what the newer start has saved
+    """Record a step back for later starts, in one rename. Raises TrainingError (PP-E779) in an older start."""
+    fence.check(at_once=True)  # an older start must not discard checkpoints of the newer
     write_atomically(directory / PASSED, json.dumps([*steps_back(directory), back]) + "\n")
     sync(directory)
 
 
 def retain(directory: Path, step: int, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
-    """Delete what `expired` names. What cannot be deleted now is tried again at the next save."""
+    """Delete the `expired` checkpoints; if one cannot be deleted, the next save tries again."""
     for path in expired(directory, step, keep, keep_every, keep_best):
         remove(path)
 
 
 def expired(directory: Path, step: int, keep: int, keep_every: int = 0, keep_best: int = 0) -> list[Path]:
-    """The complete checkpoints up to `step` but the last `keep` (0 keeps all), those of every `keep_every`-th step and
-    the `keep_best` best. Later ones, of a run resumed from an earlier step, stay until it reaches them."""
+    """The complete checkpoints up to `step`, except the last `keep` (0 keeps all), those of every `keep_every`-th step
+    and the `keep_best` best. Later ones, of a run resumed from an earlier step, stay until it reaches them."""
     past = [path for path in complete(directory) if step_of(path) <= step]
     old = past[:-keep] if keep else []
     held = best(past)[:keep_best] if old and keep_best else []
@@ -313,7 +311,7 @@ def expired(directory: Path, step: int, keep: int, keep_every: int = 0, keep_bes
 
 
 def best(checkpoints: Iterable[Path]) -> list[Path]:
-    """Those that were evaluated when they were saved, the lowest loss first, of equal ones the earlier."""
+    """The checkpoints that were evaluated when saved, the lowest loss first, of equal ones the earlier."""
     found = [(loss, step_of(path), path) for path in checkpoints if (loss := eval_loss(path)) is not None]
     return [path for _, _, path in sorted(found)]
 
@@ -332,13 +330,13 @@ def _entry(checkpoint: Path, name: str) -> Any:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a half-deleted one is never read."""
+    """Delete a checkpoint, renamed first, so that a half-deleted one is never read."""
     discard(checkpoint.rename(temporary_path(checkpoint.parent, step_of(checkpoint))))
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a directory that is not read any more, as far as the file system allows. Of a checkpoint the
-    manifest goes first: after a crash its remains are not complete under any name."""
+    """Delete a file or a directory that is not read any more, as far as the file system allows. A checkpoint's manifest
+    is deleted first: after a crash the remains count as incomplete under any name."""
     if path.is_dir() and not path.is_symlink():
         try:
             (path / MANIFEST).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Keeps a process of an older start from writing: a host that stood still may wake while its run goes on elsewhere.
 
-The file `life` of a run has the name of its newest start. Who starts ranks tells them theirs and where the file is.
+The file `life` of a run has the name of its newest start. A starter of ranks passes them their start's name and this
+file's path.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.host.files import read_text
 
 LIFE = "PPCTL_LIFE"
-"""The variable with the name of a rank's start, a blank, and the run's file with the name of the newest."""
+"""The variable with the name of a rank's start, a blank, and the path of `life`."""
 _LEASE, _ARRIVAL = 5.0, 60.0
-"""Seconds for which a look is good (no start begins sooner after another's ranks were last seen alive), and after which
-a name that was written on another host is seen here."""
+"""Seconds for which a check holds (no start begins sooner after another's ranks were last seen alive), and within which
+a name written on another host is seen here."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that goes on while the machine is suspended."""
 _looked = -_LEASE
@@ -30,14 +31,14 @@ def variables(name: str, run: Path) -> Mapping[str, str]:
 
 
 def older(told: str | None = None) -> Problem | None:
-    """The problem of a process, or of one that was `told` its start, whose run has begun a later one."""
+    """The problem of this process, or of one `told` its start, if its run has begun a later start; else None."""
     name, _, file = (told or os.environ.get(LIFE, "")).partition(" ")
     try:
         newest = read_text(file) if name else ""
     except FileNotFoundError:
         newest = "another launcher's"
     except (OSError, UnicodeDecodeError):
-        return None  # what is to be written says why
+        return None  # the write that follows reports why
     if newest == name:
         return None
     message = f"start {name} is over, and this process stood still meanwhile: the run's newest is {newest}"
@@ -55,7 +56,7 @@ def latest(told: str, job: str) -> str:
 
 
 def check(*, at_once: bool = False) -> None:
-    """Raise TrainingError (PP-E779) in a process of an older start. Looks `at_once`, or if the last look is old."""
+    """Raise TrainingError (PP-E779) in a process of an older start. Reads the file if `at_once` or not read lately."""
     global _looked
     now = time.clock_gettime(_CLOCK)
     if at_once or now - _looked >= _LEASE:
@@ -68,5 +69,5 @@ def arrive() -> None:
     """Wait until this host sees that this process's start is the newest. Raises TrainingError (PP-E779)."""
     until = time.monotonic() + _ARRIVAL
     while older() is not None and time.monotonic() < until:
-        time.sleep(0.5)  # on every rank, of one file
+        time.sleep(0.5)  # every rank polls one file
     check(at_once=True)

@@ -1,4 +1,4 @@
-"""Finding runs and their checkpoints: all runs, the one that a person means, and the checkpoint to continue from."""
+"""Finding runs and their checkpoints: all runs, the run that a user names, and the checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ppctl.runs.rundir import RunDir, warn
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """All runs under `root`, the one that was started (or resumed) last first."""
+    """All runs under `root`, the last started (or resumed) first."""
     began: dict[Path, tuple[int, str]] = {}
     for file in Path(root).absolute().glob("*/*/config.yaml"):
-        with suppress(FileNotFoundError):  # a run may be deleted meanwhile
+        with suppress(FileNotFoundError):  # the run may have been deleted meanwhile
             if not file.parent.name.startswith("."):
                 began[file.parent] = (-file.stat().st_mtime_ns, file.parent.name)
     return [RunDir(path) for path in sorted(began, key=began.__getitem__)]
@@ -58,7 +58,7 @@ LATEST = "latest"
 
 
 def _matching(reference: str | None, root: Path) -> tuple[list[RunDir], list[RunDir]]:
-    """The runs that fit, and all runs."""
+    """(the runs that fit, all runs)."""
     if reference is not None and (Path(reference) / "config.yaml").is_file():
         return [RunDir(Path(reference).absolute())], []
     runs = list_runs(root)
@@ -79,8 +79,8 @@ def _matching(reference: str | None, root: Path) -> tuple[list[RunDir], list[Run
 
 
 def last_checkpoint(run: RunDir) -> Path | None:
-    """The checkpoint that a start of `run` continues from; warns if it is not the one that `latest` names. Raises
-    CheckpointError (PP-E505) if the directory of checkpoints cannot be read."""
+    """The checkpoint that a start of `run` continues from; warns if `latest` names another. Raises CheckpointError
+    (PP-E505) if the directory of checkpoints cannot be read."""
     checkpoint = checkpoint_folder.find(run.checkpoints)
     if checkpoint is None:
         return None
@@ -115,9 +115,9 @@ def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> P
 
 
 def checkpoint_if_any(text: str, root: Path) -> Path | None:
-    """The checkpoint that `checkpoint.load` means: what `find_checkpoint` finds, else the newest of a directory of
-    runs; None if there is none yet. Raises CheckpointError (PP-E615) for one of Megatron's, which would be passed
-    over."""
+    """The checkpoint that `checkpoint.load` means: the result of `find_checkpoint`, else the newest in a directory of
+    runs; None if there is none yet. Raises CheckpointError (PP-E615) for Megatron's checkpoints, which would be
+    ignored."""
     path = Path(text).expanduser()
     if (path / _MEGATRONS).is_file():
         message = f"checkpoint.load={text} is a checkpoint of Megatron's, which ppctl does not read"

@@ -1,7 +1,7 @@
-"""Each rank's current state, in a file of this machine's shared memory, and what a node publishes of its ranks.
+"""Each rank's current state, in a file of this machine's shared memory, and a node's publications of these states.
 
-An action is an index into the rank's own list, and costs no system call. The file outlives its rank: the launcher reads
-there what a killed rank was doing. It goes with the start's directory (`private_files.own_directory`).
+An action is an index into the rank's own list, and costs no system call. The file outlives its rank, and shows the
+launcher what a killed rank was doing. It is removed with the start's directory (`private_files.own_directory`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HeartbeatFile:
 
     def enter(self, index: int) -> None:
         """The action with this index in the rank's list begins, and may have to wait for a message. The list's length
-        as index: all actions are done, and the rank waits until its messages are received."""
+        as index means that all actions are done, and the rank waits until its messages are received."""
         _MOVE.pack_into(self._map, _STEP_AT, self.step, index, 0, _monotonic())
 
     def work(self, index: int) -> None:
@@ -71,7 +71,7 @@ class HeartbeatFile:
         _COUNT.pack_into(self._map, _EXCHANGES_AT + place * _COUNT.size, self._exchanges[place])
 
     def close(self) -> None:
-        """Unmap the file; it stays for who reads it."""
+        """Unmap the file, which stays for readers."""
         self._map.close()
 
 
@@ -80,13 +80,13 @@ def _path(directory: Path, rank: int, kind: str = "beat") -> Path:
 
 
 def create(directory: Path, rank: int) -> None:
-    """Make the file of `rank`, whose process has yet to begin."""
+    """Make the file of `rank`, before its process begins."""
     record = _RECORD.pack(_MARK, 0, rank, 0, 0, NO_ACTION, 0, _monotonic(), *_NONE)
     private_files.write(_path(directory, rank), record)
 
 
 def read(directory: Path, rank: int) -> RankState | None:
-    """The state of `rank`, since a time of the monotonic clock; None if there is no file."""
+    """The state of `rank`, with monotonic times; None if there is no file."""
     try:
         data = private_files.read(_path(directory, rank), _RECORD.size)
         mark, pid, own, state, step, index, working, since, *exchanges = _RECORD.unpack(data)
@@ -140,7 +140,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Begin, with a first publication at once."""
+        """Begin, with an immediate first publication."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -1,5 +1,4 @@
-"""The starts of one run: at most one process holds it at a time, and a later start keeps the files of an earlier
-one."""
+"""The starts of one run: at most one process holds the run at a time, and later starts keep earlier starts' files."""
 
 from __future__ import annotations
 
@@ -23,25 +22,25 @@ from ppctl.runs.rundir import RunDir
 
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
 SECRET = "PPCTL_SECRET"
-"""The variable with the secret of ranks that do not share a disk."""
+"""The variable with the secret, for ranks that do not share a disk."""
 QUIET = 60.0
-"""Seconds after its last write when a run that nobody is seen to hold is over: heartbeats come every ten."""
+"""Seconds after its last write when a run without a visible holder counts as over: heartbeats come every ten."""
 
 
 @contextmanager
 def hold(run: RunDir, *, strictly: bool = False) -> Iterator[None]:
     """Hold the run for this process, so that no second launcher continues it.
 
-    It stays held after an exec, and at most as long as the process exists. Raises ConfigError (PP-E613) if another
-    process holds it; `strictly`, also if processes on another host have written within `QUIET` seconds: locks of
-    directories do not reach over NFS. Not so if the ranks before are known to be gone (torchrun's and SLURM's
+    The run stays held after an exec, at most as long as the process exists. Raises ConfigError (PP-E613) if another
+    process holds it; `strictly`, also if processes on another host have written within `QUIET` seconds, since NFS does
+    not share locks of directories. Not strict if the earlier ranks are known to be gone (torchrun's and SLURM's
     restarts). On a file system without locks nothing is held.
     """
     descriptor = _taken(run, strictly=strictly)
     if descriptor is not None:
         os.set_inheritable(descriptor, True)
     try:
-        with suppress(OSError):  # only with it is the loss of this process known at once
+        with suppress(OSError):  # lets others know immediately when this process is lost
             write_atomically(run.path / "holder.json", json.dumps(identity()) + "\n", durable=False)
         yield
     finally:
@@ -50,7 +49,7 @@ def hold(run: RunDir, *, strictly: bool = False) -> Iterator[None]:
 
 @contextmanager
 def at_rest(run: RunDir) -> Iterator[None]:
-    """Change files of a run that no process continues, and that none can continue meanwhile. Raises as `hold` does."""
+    """Hold a run that no process continues, to change its files. Raises as `hold` does."""
     descriptor = _taken(run, strictly=True)
     try:
         yield
@@ -59,7 +58,7 @@ def at_rest(run: RunDir) -> Iterator[None]:
 
 
 def _taken(run: RunDir, *, strictly: bool) -> int | None:
-    """A descriptor that holds the run; None without locks."""
+    """A descriptor that holds the run; None without locks. Raises ConfigError (PP-E613)."""
     descriptor = lock(run.path, patience=0.2)
     elsewhere = _going_on_elsewhere(run) if strictly and descriptor != TAKEN else ""
     if descriptor == TAKEN or elsewhere:
@@ -70,8 +69,8 @@ def _taken(run: RunDir, *, strictly: bool) -> int | None:
 
 
 def _going_on_elsewhere(run: RunDir) -> str:
-    """Where, and how long ago it wrote, if the run was begun on another host and is not quiet yet; else empty."""
-    # A directory without a status is that of checkpoints alone, or of a run that has not started.
+    """The other host and the time since its last write, if the run began there and is not quiet yet; else empty."""
+    # A directory without a status has only checkpoints, or a run that has not started.
     machine, status = holder(run).get("machine", "another host"), run.status()
     if machine == identity()["machine"] or "time" not in status or status["state"] not in ("starting", "running"):
         return ""
@@ -104,13 +103,13 @@ def slurm_start() -> str | None:
 
 
 def write_secret(run: RunDir) -> None:
-    """Draw the secret of the next start, by which its ranks know each other (`comm.sealed_store`)."""
+    """Draw the secret of the next start, by which its ranks know each other (`reach.store`)."""
     write_atomically(run.path / "secret", secrets.token_hex(32), private=True)
 
 
 def secret_of(run: RunDir, *, reported: bool = False) -> bytes | None:
-    """The secret of the newest start; None if PPCTL_SECRET=none says that there shall be none. If a stranger may have
-    `reported` the directory, no other user may read it or have named it. Raises ConfigError (PP-E777)."""
+    """The secret of the newest start; None with PPCTL_SECRET=none. Raises ConfigError (PP-E777) if it is missing, or if
+    another user can read it or the directory and a stranger may have `reported` this."""
     text, place = os.environ.get(SECRET), "environment"
     if text == "none":
         return None
@@ -126,7 +125,7 @@ def _text(path: Path, *, reported: bool) -> str:
     with suppress(OSError), open_regular(path, follow=False) as file:
         status = os.fstat(file.fileno())
         private = status.st_uid == os.geteuid() and not status.st_mode & 0o077 and status.st_nlink == 1
-        if private or not reported:  # file systems without modes have no private files
+        if private or not reported:  # on file systems without modes no file is private
             return file.read(65).decode("latin-1")
     return ""
 
@@ -141,7 +140,7 @@ def begin_start(run: RunDir, name: str) -> None:
 
 
 def set_aside(run: RunDir) -> None:
-    """Keep the last start's files as plan-1.json and so on. Raises OSError, ConfigError (PP-E559) if one is no file."""
+    """Keep the last start's files as plan-1.json and so on. Raises OSError, and ConfigError (PP-E559) for no file."""
     run.check_files()
     number = _free_number(run)
     for name in ("plan.json", "config.yaml", "env.json", "result.json"):
@@ -165,7 +164,7 @@ def sweep(run: RunDir) -> None:
 
 
 def _free_number(run: RunDir) -> int:
-    """The first number under which nothing of an earlier start is kept: a requeued run keeps errors alone."""
+    """The first number without kept files of an earlier start; a requeued run keeps only errors."""
     kept = (_KEPT.fullmatch(path.name) for path in run.path.iterdir())
     return 1 + max((int(match[1]) for match in kept if match), default=0)
 

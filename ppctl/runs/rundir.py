@@ -1,4 +1,4 @@
-"""A run directory: its files, and how each is written and read. Who holds a run is in `run_starts`.
+"""A run directory: its files, and how each is written and read. `run_starts` has the lock.
 
 runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
                      edges.json profile.json holder.json submit.sbatch array.sbatch job.json life
@@ -41,7 +41,7 @@ _ELSEWHERE = 'log.dir="$(mktemp -d)"'
 
 
 def printable(path: Path) -> Path:
-    """`path`; raises ConfigError (PP-E610) if it has control characters: scripts and logs hold it as one line."""
+    """Return `path`. Raises ConfigError (PP-E610) for control characters: scripts and logs have it in one line."""
     if CONTROL.search(str(path)):
         message = f"the run directory would have control characters in its path: {path}"
         raise ConfigError(Problem("PP-E610", message, _ELSEWHERE, "log.dir"))
@@ -66,7 +66,7 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path, name: str, fill: Callable[[RunDir], None], run_id: str | None = None) -> RunDir:
-        """Make `root/name/<id>` with what `fill` writes into it; it appears complete, by one rename.
+        """Make `root/name/<id>` with the files that `fill` writes; it appears complete, by one rename.
 
         Without `run_id` the id is the time and a random suffix. To an id that exists `-2`, `-3` and so on are appended:
         no run ever writes into another's directory. Raises ConfigError (PP-E610) if the directory cannot be written.
@@ -94,7 +94,7 @@ class RunDir:
         self._write("config.yaml", yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self, name: str = "config.yaml") -> RunConfig:
-        """Read config.yaml, or an earlier start's config. Raises ConfigError (PP-E611) if it is missing or none."""
+        """Read config.yaml, or an earlier start's config. Raises ConfigError (PP-E611) if it is missing or invalid."""
         from ppctl.config.mapping import from_mapping
         from ppctl.config.yaml_file import read_yaml, shown
 
@@ -130,7 +130,7 @@ class RunDir:
         return self._parsed("command.txt", lambda data: data.decode().splitlines())
 
     def write_job(self, job: str, cluster: str, **more: str) -> None:
-        """Write job.json: the number or name of the job that runs it, where it is, since when, and for whom."""
+        """Write job.json: the number or name of the run's job, its cluster, the time, and the user."""
         self._write_json("job.json", {"job": job, "cluster": cluster, "time": time.time(), "user": os.getuid(), **more})
 
     def job(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class RunDir:
         return {file.stem: self.heartbeat(file.stem) for file in files}
 
     def forget_heartbeats(self) -> None:
-        """Delete what the hosts published: on a full disk this makes room for what must be written."""
+        """Delete the hosts' publications, to make room on a full disk."""
         for file in (self.path / "heartbeats").glob("*.json"):
             file.unlink(missing_ok=True)
 
@@ -219,7 +219,7 @@ class RunDir:
         return self.path / "errors" / f"rank-{rank:04d}.json"
 
     def write_flight_record(self, backend: str, rank: int, record: bytes) -> None:
-        """Write what torch's flight recorder of `backend` has of a rank in a job that hangs."""
+        """Write a rank's record from torch's flight recorder of `backend`, in a job that hangs."""
         fence.check()
         write_atomically(self.flight_record(backend, rank), record, durable=False)
 
@@ -256,7 +256,7 @@ class RunDir:
         self._write_json(f"trace/step-{step}.json", {**record, "plan": plan}, durable=False)
 
     def measured_steps(self) -> dict[int, Path]:
-        """The files of the steps that were traced, by step."""
+        """Step -> file, for all traced steps."""
         numbers = {path: path.stem.removeprefix("step-") for path in self.trace.glob("step-*.json")}
         return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
@@ -269,12 +269,12 @@ class RunDir:
         raise LookupError("the plan that it follows is not in the run's directory")
 
     def write_requeue_mark(self, start: str, why: str, exclude: Iterable[str] = ()) -> None:
-        """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends:
-        the batch script requeues if this file is there, and prints `why`, one line."""
+        """Have SLURM's job requeued, without the nodes `exclude`, when its `start` (`<job>.<restarts>`) ends: the batch
+        script requeues if this file exists, and prints `why`, one line."""
         self._write(f"requeue.{start}", f"{','.join(exclude)}\n{visible(why, '')}\n")
 
     def has_requeue_mark(self, start: str) -> bool:
-        """Whether somebody has said why this `start` ends."""
+        """Whether there is a requeue mark for this `start`."""
         return (self.path / f"requeue.{start}").exists()
 
     # Paths for other writers
@@ -323,6 +323,7 @@ class RunDir:
         self._write(name, json.dumps(record, indent=indent) + "\n", durable=durable)
 
     def _parsed(self, name: str, parse: Callable[[bytes], T], most: int = MOST_READ) -> T:
+        """A file of the run, parsed. Raises ConfigError (PP-E611) if it is missing or damaged."""
         try:
             return parse(read_whole(self.path / name, most, follow=False))
         except (OSError, ValueError, ConfigError) as error:
@@ -344,7 +345,7 @@ class RunDir:
         warn(odd(self.path / name, f"{reason}; it is left out"))
 
     def check_files(self) -> None:
-        """Raise ConfigError (PP-E559) if what the next start copies or adds to is no file: it may have no end."""
+        """Raise ConfigError (PP-E559) if something that the next start copies or appends to is no regular file."""
         names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
         for file in filter(os.path.lexists, (*(self.path / name for name in names), *(self.path / "logs").glob("*"))):
             try:
@@ -367,7 +368,7 @@ def unwritable(error: OSError, directory: Path, remedy: str, place: str) -> Conf
 
 @cache
 def warn(what: Problem | str) -> None:
-    """Print it once in a process: a start may look at a file several times."""
+    """Print a warning once per process: a start may read a file several times."""
     print(f"warning: {what}", file=sys.stderr, flush=True)
 
 
@@ -376,7 +377,7 @@ def _digest(plan: Path) -> str:
 
 
 def _rename_to_free(draft: Path, home: Path, run_id: str | None) -> Path:
-    """Rename `draft` to the first free name. A rename onto a directory that is not empty fails, so none is lost."""
+    """Rename `draft` to the first free name; returns the path. Renaming onto non-empty directories fails."""
     for attempt in range(1, 1000):
         name = run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         path = home / (f"{name}-{attempt}" if run_id and attempt > 1 else name)

@@ -28,7 +28,7 @@ class Op(StrEnum):
 
 
 F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD = Op  # noqa: E741
-"""The operations by names of their own, for code that runs once per action: in Python 3.11 `Op.F` is a call."""
+"""The operations as names, for code that runs once per action: in Python 3.11 `Op.F` is a call."""
 
 COMPUTE = frozenset({F, B, I, W})
 BACKWARDS = frozenset({B, I, W})
@@ -37,11 +37,11 @@ INPUT_GRADIENTS = frozenset({B, I})
 WEIGHT_GRADIENTS = frozenset({B, W})
 """Operations that add a microbatch's part to the gradients of a stage's weights."""
 LIFE_ENDS = WEIGHT_GRADIENTS
-"""Operations that end the life of a microbatch on a stage: nothing of its forward is needed any more."""
+"""Operations that end the life of a microbatch on a stage: then nothing of its forward is needed."""
 PASSED_ON = INPUT_GRADIENTS | {F}
 """Operations that work on a neighbouring stage's result, and make the result that the next stage works on."""
 FORWARDS = frozenset({F, SEND_F, RECV_F})
-"""A forward, the message that brings its input, and the one that takes its result on."""
+"""A forward, the message with its input, and the message with its result."""
 SENDS = frozenset({SEND_F, SEND_B})
 RECEIVES = frozenset({RECV_F, RECV_B})
 MESSAGES = SENDS | RECEIVES
@@ -53,16 +53,16 @@ BOTH = "FB"
 
 _ACTION = re.compile(r"([0-9]{1,18})(REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]{0,18})", re.ASCII)
 _SHARDS = re.compile(r"[0-9]+(?:UNSHARD|RESHARD)[0-9]*", re.ASCII)
-"""Cells of torch's schedules that gather and drop FSDP's parameters, which is no part of a schedule here."""
+"""Cells of torch's schedules that gather and free FSDP's parameters, which are no part of a schedule here."""
 _FEW = 20
-"""One action in so many may stand in a wrong row of a file, and the file still be read as what it was meant to be."""
+"""One action in this many may be in a wrong row of a file whose placement is still recognised."""
 
 _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
 
 
 def _groups(pattern: re.Pattern[str], text: str, what: str) -> tuple[str, ...]:
-    """The groups of a text that matches. Raises ScheduleError (PP-E301) for one that is not `what`."""
+    """The groups of a text that matches. Raises ScheduleError (PP-E301) for a text that is not `what`."""
     match = pattern.fullmatch(text)
     if match is None:
         raise ScheduleError(Problem("PP-E301", f"{text!r} is not {what}"))
@@ -83,7 +83,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse torch's spelling, in which a microbatch may be left out: it is 0. Raises ScheduleError on all else."""
+        """Parse torch's spelling, in which a missing microbatch means 0. Raises ScheduleError for other text."""
         what = f"an action: a stage, an operation ({', '.join(Op)}) and a microbatch, as in 3F12"
         stage, op, mb = _groups(_ACTION, text.strip(), what)
         return cls(Op(op), int(stage), -1 if op == Op.REDUCE_GRAD else int(mb or 0))
@@ -133,7 +133,7 @@ class Channel(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The way of a stage's results, activations or gradients, to a neighbouring stage on another rank."""
+    """The path of a stage's results, activations or gradients, to a neighbouring stage on another rank."""
 
     channel: Channel
     send: Op
@@ -174,7 +174,7 @@ class Placement:
         return self.rank_of(stage) == self.rank_of(stage + 1)
 
     def channel(self, action: Action) -> Channel:
-        """The channel that a message action travels on."""
+        """The channel of a message action. Raises ValueError for other actions."""
         op, stage, _ = action
         if op not in MESSAGES:
             raise ValueError(f"{action} sends and receives nothing")
@@ -235,7 +235,7 @@ class Schedule:
         return (*ahead, *(edge for edge in back if self.gradient_leaves(edge.sender)))
 
     def gradient_leaves(self, stage: int) -> bool:
-        """Whether the gradient of a stage's input is made, and goes to the stage before."""
+        """Whether the gradient of a stage's input is made and sent to the previous stage."""
         return stage > self.frozen_stages
 
     def queue(self, channel: Channel) -> Channel:
@@ -243,14 +243,14 @@ class Schedule:
         return Channel(channel.source, channel.target, BOTH) if self.batched else channel
 
     def batch_ends(self, pp_rank: int) -> frozenset[int]:
-        """The indices in a rank's list at which a batch is complete: the last of each run of messages."""
+        """The indexes in a rank's list at which a batch is complete: the last of each run of messages."""
         row = self.actions[pp_rank]
         messages = [action.op in MESSAGES for action in row]
         return frozenset(i for i, (here, after) in enumerate(pairwise([*messages, False])) if here and not after)
 
     def to_csv(self) -> str:
         """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it. A pair is one
-        cell, unless messages stand between the two."""
+        cell, unless messages are between its two actions."""
         rows = (grouped(row, self.pairs) if self.pairs else row for row in self.actions)
         return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
@@ -278,7 +278,7 @@ class Schedule:
 
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
-    """A rank's list with a pair in place of its two actions, if these stand one directly after the other."""
+    """A rank's list with a pair in place of its two actions where these are adjacent."""
     units: list[Action | Pair] = []
     for action in row:
         before = units[-1] if units and pairs else None
@@ -290,7 +290,7 @@ def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pai
 
 
 def _read_cells(text: str) -> tuple[list[list[Action]], frozenset[Pair], list[Problem]]:
-    """The actions of every line, the pairs among them, and a problem for every cell that is neither."""
+    """(the actions of every line, the pairs among them, a problem for every cell that is neither)."""
     rows: list[list[Action]] = []
     pairs: list[Pair] = []
     problems: list[Problem] = []
@@ -312,7 +312,8 @@ def _read_cells(text: str) -> tuple[list[list[Action]], frozenset[Pair], list[Pr
 
 
 def _placement_of(rows: list[list[Action]]) -> Placement:
-    """The placement under which every row holds only its own stages, or all but a few: `verify` names those."""
+    """The placement under which every row has only its own stages, except for a few actions, which `verify` names.
+    Raises ScheduleError."""
     owners = {action.stage: pp_rank for pp_rank, row in enumerate(rows) for action in row}
     if not owners:
         nothing = "the schedule has no actions"
@@ -338,9 +339,9 @@ def send_slots(capacity: int) -> int:
 
 
 def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that must have ended before `action` may start: the one dependency rule. Messages stand between
-    stages on different ranks once the schedule is lowered; before that, and if an edge stays on one rank, the
-    neighbouring stage's compute is the dependency itself."""
+    """The actions that must have ended before `action` may start: the only dependency rule. In a lowered schedule
+    messages connect stages on different ranks; otherwise, and on edges within a rank, the dependency is the
+    neighbouring stage's computation."""
     op, stage, mb = action
     if op is F:
         if stage == 0:
@@ -366,7 +367,7 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
-    """The stages of a list whose microbatches live on after their forwards."""
+    """The stages of a list that have backwards, so that microbatches live on after their forwards."""
     return frozenset({stage for op, stage, _ in actions if op in LIFE_ENDS})
 
 

@@ -1,6 +1,6 @@
 """The pass behind batched messages: neighbouring messages of a rank start together and are waited for together.
 
-Schedules of regular policies repeat a round of microbatches in the middle, again and again: batched is a short one.
+Schedules of regular policies repeat a round of microbatches in the middle: a short one is batched, then stretched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ppctl.schedule.executor import Execution, in_order, remember_order
 from ppctl.schedule.simulate import Costs, run_of
 
 Repetition = list[tuple[int, int, int]]
-"""Where each list's repetition begins, how many rounds it has one after another, and how many actions a round has."""
+"""Per list: (the index at which the repetition begins, the number of consecutive rounds, the actions in a round)."""
 
 
 def repetition(schedule: Schedule, size: int) -> Repetition:
@@ -41,23 +41,23 @@ def repetition(schedule: Schedule, size: int) -> Repetition:
 
 
 def rounds(found: Repetition) -> int:
-    """How many rounds every list has one after another; 0 if some list repeats nothing."""
+    """How many consecutive rounds every list has; 0 if some list repeats nothing."""
     return min(number for _, number, _ in found)
 
 
 def shorter(schedule: Schedule) -> Schedule | None:
-    """The schedule with fewer rounds of which this one is `stretched`; None elsewhere, and in other processes."""
+    """The schedule with fewer rounds from which this one was `stretched`; None for others, and in other processes."""
     return vars(schedule).get("_shorter")
 
 
 def remember(schedule: Schedule, short: Schedule) -> None:
-    """Let `shorter` return `short` for a schedule. It is no field, so that it is not compared, sent or copied."""
+    """Let `shorter` return `short` for a schedule. It is not a field, so that it is not compared, sent or copied."""
     vars(schedule)["_shorter"] = short
 
 
 def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None = None) -> Schedule:
-    """The schedule with so many rounds of `size` microbatches more in its middle, or fewer, if `more` is negative.
-    Every list must have `rounds`, more of them than are left out. It must have no pairs."""
+    """The schedule with `more` further rounds of `size` microbatches in its middle, or fewer if `more` is negative.
+    Every list must have more rounds than are left out, and the schedule no pairs."""
     rows: list[tuple[Action, ...]] = []
     count = schedule.num_microbatches + more * size
     for row, (begin, _, length) in zip(schedule.actions, found or repetition(schedule, size), strict=True):
@@ -82,26 +82,26 @@ def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, i
 
 
 _LEFT = 4
-"""Rounds of one microbatch that a shortened schedule keeps: enough for what is repeated to have settled."""
+"""Rounds of one microbatch that a shortened schedule keeps, enough for the repetition to have settled."""
 
 _RULES: tuple[tuple[bool, Set[Op], Set[Op]], ...] = ((True, set(), set()), (False, {F}, {F}), (False, COMPUTE, set()))
-"""The choices that are tried: whether a backward has its price or a forward's in the order of events; and the messages
-of which operations move after the one that comes next on their rank, but for which of those."""
+"""The choices that are tried: whether a backward counts with its own price or a forward's in the order of events; and
+which operations' messages move behind the next operation of their rank, except behind which operations."""
 
 FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
-"""The prices at which capacities and batches are chosen: every stage alike, messages that are short but not free."""
+"""The prices for choosing capacities and batches: equal stages, and messages that are short but not free."""
 _SECONDS = {F: FORWARD_SECONDS, B: BACKWARD_SECONDS, I: BACKWARD_SECONDS / 2, W: BACKWARD_SECONDS / 2}
 
 
 def batch_messages(schedule: Schedule) -> Schedule:
     """Add gradient sync, and every message to both ends' lists, at one moment of a common order of events.
 
-    The events are those of a simulation without limits, in which a message has some moment between the end of what
-    makes it and the start of what uses it. All lists follow the one order. That gives the two ranks of a pair the same
-    sequence, and it excludes a deadlock: of the events that are not over the first one can always go on, and to start a
-    message together with later ones only lets it go earlier. Several choices of the moments are tried; the fastest one
-    stays. It has no pairs: for a batch the whole rank waits, whichever half needs the message. Raises ScheduleError if
-    the schedule hangs.
+    The events are those of a simulation without limits, in which a message has some moment between the end of the
+    action that makes it and the start of the action that uses it. All lists follow one order of events. So the two
+    ranks of a channel have the same sequence, and no deadlock is possible: the first unfinished event can always go on,
+    and starting a message together with later ones only makes it earlier. Several choices of moments are tried; the
+    fastest is taken. The result has no pairs: a batch stops the whole rank, whichever half needs the message. Raises
+    ScheduleError if the schedule hangs.
     """
     return _batched(replace(schedule, pairs=frozenset()))
 
@@ -130,15 +130,15 @@ def _batched(schedule: Schedule) -> Schedule:
 
 
 _Settled = list[tuple[float, float, Schedule, Repetition]]
-"""All choices with a round more: the seconds, those of the round, the order of events, and how it repeats itself."""
+"""For each choice: (seconds with one further round, seconds of the round, the order of events, its repetition)."""
 _Goes = dict[Op, list[tuple[Sequence[Action], list[float]] | None]]
-"""By operation and stage, the SENDs of its results by microbatch and when each is used; None stands for no edge."""
+"""By operation and stage, the SENDs of its results and the times of their use, by microbatch; None without an edge."""
 
 
 @lru_cache(64)
 def _settled(few: Schedule, size: int) -> _Settled:
-    """Results of the choices with a round of `size` microbatches more. Empty unless the round makes every choice's
-    order of events longer by the round before it: only then each further round does, too, and takes as many seconds."""
+    """Results of the choices with one further round of `size` microbatches. Empty unless the further round repeats the
+    previous one in every choice's order of events: only then all further rounds do, too, and take equally long."""
     settled = _Settled()
     try:
         choices = zip(_tried(few), _tried(stretched(few, size, 1)), strict=True)
@@ -153,13 +153,13 @@ def _settled(few: Schedule, size: int) -> _Settled:
 
 
 def forget() -> None:
-    """Forget the schedules that were batched before, so that the next ones take as long as in a new process."""
+    """Clear the cache of batched schedules, so that the next ones take as long as in a new process."""
     _batched.cache_clear()
     _settled.cache_clear()
 
 
 def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:
-    """The seconds that each of the choices takes, and the schedule with its order of events as the one list."""
+    """For each choice: (seconds, the schedule with the order of events as its only list)."""
     stages = schedule.placement.num_stages
     runs = {
         priced: run_of(schedule, Costs.uniform(stages, FORWARD_SECONDS, backward, MESSAGE_SECONDS))
@@ -173,8 +173,8 @@ def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
-    """REDUCE_GRAD of every stage right after its last backward, and after the messages that follow it. A list may be
-    one rank's, or an order of all ranks' events."""
+    """Add every stage's REDUCE_GRAD right after its last backward and the messages that follow that. A list may be one
+    rank's, or an order of all ranks' events."""
     rank_of = schedule.placement.rank_of
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
@@ -182,7 +182,7 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
         for stage, index in {stage: index for index, (op, stage, _) in enumerate(row, 1) if op in BACKWARDS}.items():
             own = rank_of(stage)
             while index < len(row) and (row[index].op in MESSAGES or rank_of(row[index].stage) != own):
-                index += 1  # what a neighbour waits for goes first
+                index += 1  # messages go first, since a neighbour waits for them
             places.append((index, stage))
         synced = list(row)
         for index, stage in sorted(places, reverse=True):
@@ -192,9 +192,9 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
 
 
 def _ordered(schedule: Schedule, run: Execution, goes: _Goes, made: Set[Op], but: Set[Op]) -> tuple[Action, ...]:
-    """The events of one choice in their order: what is computed, and of each message its SEND. A message moves at once,
-    or if one of `made` makes it, none of `but` comes then, and nothing stands idle between the two, after what comes
-    then, if it is not needed before."""
+    """The events of one choice in order: computations, and each message as its SEND. A message moves immediately, but
+    if an operation in `made` makes it, it moves behind its rank's next operation, unless that is one of `but`, comes
+    after idle time, or the message is needed before."""
     times: list[float] = []
     events: list[Action] = []
     for row, starts, ends in zip(schedule.actions, run.starts, run.ends, strict=True):
@@ -210,7 +210,7 @@ def _ordered(schedule: Schedule, run: Execution, goes: _Goes, made: Set[Op], but
                 events.append(sends[mb])
     times += chain.from_iterable(run.starts)
     events += chain.from_iterable(schedule.actions)
-    # A message stands before what starts at the same time: sorting leaves what is equal in its order.
+    # A message comes before computations that start at the same time: sorting is stable.
     return tuple(map(events.__getitem__, sorted(range(len(times)), key=times.__getitem__)))
 
 
@@ -229,8 +229,8 @@ def _goes(schedule: Schedule, run: Execution) -> _Goes:
 
 
 def _lists(ordered: Schedule, capacities: Mapping[Channel, int] | None = None) -> Schedule:
-    """The batched schedule whose lists follow one order of events. Of a channel's capacity, which is known or not, half
-    are the receives that are posted and not yet used."""
+    """The batched schedule whose lists follow one order of events. A channel's capacity is computed unless given: half
+    of it are the receives that are posted and not yet used."""
     (order,), count, place = ordered.actions, ordered.num_microbatches, ordered.placement
     rows: list[list[Action]] = [[] for _ in range(place.pp)]
     own = [rows[place.rank_of(stage)] for stage in range(place.num_stages)]
@@ -263,5 +263,5 @@ def _lists(ordered: Schedule, capacities: Mapping[Channel, int] | None = None) -
 
 
 _End = tuple[list[Action], list[Action] | None, Sequence[Action], list[int] | None]
-"""Where an event goes: its rank's list; of a message also the receiver's, and the receives by microbatch. And how many
-receives of that line are posted and not yet used, the most so far, and the place of the first."""
+"""Where an event goes: its rank's list; for a message also the receiver's list and the receives by microbatch, the
+number of posted and unused receives of its line, the most so far, and the index of the first."""

@@ -1,4 +1,4 @@
-"""The policies side by side: what each does with the same microbatches and costs."""
+"""The policies side by side, with equal microbatches and costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFERENCE = "1f1b"
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """A policy's figures. `step` and `activations` are multiples of 1F1B's step and of what its first rank holds."""
+    """A policy's figures. `step` is a multiple of 1F1B's step, `activations` of those on 1F1B's first rank."""
 
     policy: Policy
     vpp: int
@@ -24,17 +24,16 @@ class PolicyFigures:
     bubble_fraction: float
     bubble_rate: float
     activations: float
-    """At most on any rank; each counts whole from its F to its B or W."""
+    """The most activations on any rank; each counts whole from its F to its B or W."""
     messages: int
-    """Activations and gradients that all ranks send in a step."""
+    """The messages of all ranks in a step."""
 
 
 def compare(
     pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int, int], Costs]
 ) -> tuple[list[PolicyFigures], dict[str, str]]:
-    """The policies that fit, and by name why others do not. Each has its own number of chunks per rank, or all have
-    `vpp`; `costs` gives the times of a number of stages, with a number of chunks per rank. Raises ScheduleError for
-    sizes with which there is no 1F1B."""
+    """(the policies that fit, by name why others do not). Each has its own number of chunks per rank, or all have
+    `vpp`; `costs(stages, chunks per rank)` gives the times. Raises ScheduleError for sizes without a 1F1B."""
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
     figures, left_out = [], {}
     for name, policy in POLICIES.items():
@@ -55,7 +54,7 @@ def _figured(
     costs: Callable[[int, int], Costs],
     first: PolicyFigures | None,
 ) -> PolicyFigures:
-    """A policy's figures, with its step as a multiple of `first`'s; without one, of its own."""
+    """A policy's figures, with its step as a multiple of the step of `first`; None: of its own."""
     schedule = make_schedule(policy.name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
     trace = simulate(schedule, costs(pp * vpp, vpp))
     step = step_time(first.trace if first else trace)

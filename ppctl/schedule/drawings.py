@@ -26,8 +26,8 @@ def timeline_html(picture: Picture) -> str:
 
 
 def filled(page: str, title: str, data: Any) -> str:
-    """A page's text with its title, the data of its script and, where it asks for it, the style of all pages."""
-    # `<` cannot end the script early when it is written as an escape.
+    """A page's text with its title, the data of its script and, where marked, the style of all pages."""
+    # An escaped `<` cannot end the script early.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     style = _PAGE[_PAGE.index("<style>") : _PAGE.index("</style>")]
     return page.replace(_STYLE, style).replace(_TITLE, escape(title)).replace(_DATA, packed)
@@ -78,7 +78,7 @@ def _ms(seconds: float) -> float:
 def perfetto_json(picture: Picture) -> str:
     """The picture as one JSON object: a process for the pipeline; for each pp_rank a thread and counters of memory."""
     events = [*_names(picture), *_spans(picture), *_messages(picture), *_counters(picture)]
-    if picture.planned is not None:  # a process of its own, from the first measured action on
+    if picture.planned is not None:  # a separate process, from the first measured action on
         begin, zero = (min((s.start for s in t.spans), default=0.0) for t in (picture.trace, picture.planned))
         spans = tuple(s._replace(start=s.start + begin - zero, end=s.end + begin - zero) for s in picture.planned.spans)
         below = replace(picture, title="as planned", trace=replace(picture.planned, spans=spans), planned=None)
@@ -113,7 +113,7 @@ def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _messages(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Arrows from what made a message to what used it, on another pp_rank."""
+    """Arrows from the span that made a message to the span that used it, on another pp_rank."""
     made = makers(picture.trace.spans)
     for rank, action, start, _ in picture.trace.spans:
         if (source := made.get(action)) is None or source.pp_rank == rank:

@@ -1,8 +1,9 @@
 """How action lists run: every rank in its own order, messages in order per channel, sends that meet their receives.
 
-The one execution rule: `simulate` reads its clocks, `verify` its stuck ranks, the capacity pass the slack of its
-messages. The outcome does not depend on which rank is advanced first (a rank waits for one thing at a time and nothing
-is shared), so each runs as far as it can and is woken by what it waits for: linear in the number of actions.
+The only execution rule: `simulate` reads its clocks, `verify` its stuck ranks, the capacity pass the slack of its
+messages. The outcome does not depend on which rank is advanced first (a rank waits for one thing at a time, and nothing
+is shared), so each rank runs as far as it can, and the event that it waits for wakes it: linear in the number of
+actions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Action, Channel, Op, Schedule, send_slots
 
 _Ready = list[float | None]
-"""Per microbatch: when a stage's input, or the gradient of its output, is there; None until that is known."""
+"""Per microbatch: when a stage's input, or the gradient of its output, is there; None while unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,19 @@ class Execution:
 
 
 def order_of(schedule: Schedule) -> tuple[Action, ...] | None:
-    """The one order of events that a batched schedule's lists follow (`in_order`); None if it is not known here."""
+    """The order of events that all lists of a batched schedule follow (`in_order`); None if it is unknown here."""
     return vars(schedule).get("_order")
 
 
 def remember_order(schedule: Schedule, order: tuple[Action, ...]) -> None:
-    """Let `order_of` return it. It is no field: `replace` forgets it, since other lists may follow no order."""
+    """Let `order_of` return `order` for a schedule. It is not a field: `replace` drops it, as other lists may have no
+    order."""
     vars(schedule)["_order"] = order
 
 
 class _ChannelState:
-    """A channel: a message starts when sent, its receive is posted and the one before through; it takes `seconds`."""
+    """A channel. A message, of `seconds`, starts when it is sent, its receive posted and the previous message
+    delivered."""
 
     __slots__ = ("awake", "batches", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
 
@@ -63,13 +66,13 @@ class _ChannelState:
         self.batches = batches
 
     def carried(self, number: int, pp_rank: int) -> Iterator[None]:
-        """Wait, as this rank, until so many messages are through."""
+        """Yield while fewer than `number` messages are delivered; the last of them wakes this rank."""
         while len(self.delivered) < number:
             self.waiters.append(pp_rank)
             yield
 
     def deliver(self) -> None:
-        """Let the next message through, which is sent and whose receive is posted."""
+        """Deliver the next message, which is sent and whose receive is posted."""
         number = len(self.delivered)
         posted, ready, mb = self.posted[number]
         ready[mb] = self.free_at = at = max(posted, self.sent[number], self.free_at) + self.seconds
@@ -90,7 +93,7 @@ class _ChannelState:
 
 
 class _OpenBatch:
-    """The neighbouring messages of a rank's list: how many are not through yet, and when the last one was."""
+    """A batch of neighbouring messages of a rank's list: how many are undelivered, and when the last was delivered."""
 
     __slots__ = ("open", "pp_rank", "through", "waits")
 
@@ -101,7 +104,7 @@ class _OpenBatch:
         self.waits = False
 
     def over(self) -> Iterator[None]:
-        """Wait until no message of the batch is open; the last one wakes the rank."""
+        """Yield while a message of the batch is undelivered; the last one wakes the rank."""
         if self.open:
             self.waits = True
             yield
@@ -119,7 +122,7 @@ class _Work(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """Everything that a list can refer to, by operation and stage."""
+    """Tables for everything that a list can refer to, by operation and stage."""
 
     work: dict[Op, list[_Work]]
     messages: dict[Op, list[tuple[_ChannelState, _Ready | None]]]
@@ -133,13 +136,13 @@ def in_order(
     seconds: Mapping[Op, Sequence[float]],
     message_seconds: Callable[[Channel], float],
 ) -> Execution:
-    """Run a batched schedule whose lists follow one `order` of what they compute and of each message's SEND: `execute`
-    without anybody who waits, since of the events that are left the first one can always go on."""
+    """Run a batched schedule whose lists follow one `order` of computations and SENDs. Like `execute`, but without
+    waiting ranks, since the first of the remaining events can always go on."""
     place, pp = schedule.placement, schedule.placement.pp
     starts: list[list[float]] = [[] for _ in range(pp)]
     ends: list[list[float]] = [[] for _ in range(pp)]
     clocks, through = [0.0] * pp, [0.0] * pp
-    """By rank, when its last operation ended, and when the last of its messages was over."""
+    """By rank, when its last operation ended, and when its last message was delivered."""
     ranks = [place.rank_of(stage) for stage in range(place.num_stages)]
     table = {op: [(r, -1, lasts, [0.0]) for r, lasts in zip(ranks, own, strict=True)] for op, own in seconds.items()}
     free_at = {edge.channel[:2]: [0.0] for edge in schedule.edges}
@@ -176,11 +179,11 @@ def execute(
     message_seconds: Callable[[Channel], float],
     saved: Mapping[Action, float] | None = None,
 ) -> Execution:
-    """Run every rank's list. `seconds[op][stage]` is what an operation takes, `saved` how much less some actions do;
-    channels without capacity have no limit.
+    """Run every rank's list; returns the Execution. `seconds[op][stage]` is an operation's time, `saved` how much less
+    some actions take; channels without capacity have no limit.
 
-    The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). Order
-    and completeness are free: a rank that waits for ever is reported in `stuck`.
+    The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). They may
+    be in any order and incomplete: a rank that waits for ever is reported in `stuck`.
     """
     order = order_of(schedule)
     if order is not None and not saved:
@@ -208,9 +211,9 @@ def _run(
     ends: list[float],
     stuck: dict[int, int],
 ) -> Iterator[None]:
-    """One rank, from its first action to its last; yields while it waits for a message, which wakes it. The
-    neighbouring messages of a batched schedule are started together and waited for together, sends and receives alike.
-    All is written out in one loop, because it runs once for every action."""
+    """Run one rank from its first action to its last; yields while it waits for a message, which wakes it. Neighbouring
+    messages of a batched schedule are started together and waited for together, sends and receives alike. One loop
+    without calls, because it runs once for every action."""
     work, messages, saved = tables
     batched, pp_rank, clock = schedule.batched, batch.pp_rank, 0.0
     for index, (op, stage, mb) in enumerate(schedule.actions[pp_rank]):
@@ -227,7 +230,7 @@ def _run(
             starts.append(clock)
             clock += seconds - saved.get(Action(op, stage, mb), 0.0) if saved else seconds
             ends.append(clock)
-            if goes_by is not None:  # only what reads `gives` waits for it
+            if goes_by is not None:  # only readers of `gives` wait for the result
                 gives[mb] = goes_by.free_at = goes_by.seconds + (clock if clock > goes_by.free_at else goes_by.free_at)
                 if goes_by.waiters:
                     goes_by.wake()
@@ -249,7 +252,7 @@ def _run(
 
 
 def _first_open(row: Sequence[Action], tables: _Lookup) -> int:
-    """The index of the first message of a rank's list that is not through."""
+    """The index of the first undelivered message of a rank's list."""
     started = Counter[int]()
     for index, (op, stage, _) in enumerate(row):
         if op in tables.messages:
@@ -267,8 +270,8 @@ def _tables(
     awake: list[int],
     batches: Sequence[_OpenBatch],
 ) -> _Lookup:
-    """The work of every operation by stage. A list of ready times is one object for the action that fills it and the
-    action that waits for it."""
+    """The work of every operation by stage. The action that fills a list of ready times and the action that waits for
+    it share one list object."""
     stages = range(schedule.placement.num_stages)
     ahead, back, silent = _lines(schedule, message_seconds, awake, batches)
     at_once: _Ready = [0.0] * schedule.num_microbatches
@@ -306,9 +309,9 @@ def _tables(
 def _lines(
     schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int], batches: Sequence[_OpenBatch]
 ) -> tuple[list[_ChannelState], list[_ChannelState], list[bool]]:
-    """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions. Edge s
-    leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line; in a batched
-    schedule both directions share it."""
+    """(the line of every edge forwards, backwards, whether the edge's messages have no actions). Edge s leads into
+    stage s; the first and the last lead nowhere. Edges between the same two ranks share a line; in a batched schedule
+    both directions share it."""
     place = schedule.placement
     ranks = [place.rank_of(stage) for stage in range(place.num_stages)]
     lines: dict[Channel, _ChannelState] = {}

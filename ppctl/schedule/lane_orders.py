@@ -1,9 +1,8 @@
 """A schedule search's task, and the orders that it tries: rows of lane numbers, and when each rank ends.
 
-A lane is one operation of one stage for all microbatches, which run in order: what is left to choose is in which order
-a rank's lanes take turns. Its clock gives the executor's times for schedules without messages (a test compares them).
-It is separate code because it runs thousands of times per search, and does less: no unsplit backwards, no capacities,
-no batches.
+A lane is one operation of one stage for all microbatches, which run in order: only the order in which a rank's lanes
+take turns is searched. Its clock gives the executor's times for schedules without messages (a test compares them). It
+is separate code because it runs thousands of times per search, without unsplit backwards, capacities or batches.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ KINDS = 3
 """Lanes of a stage: lane 3s is F of stage s, 3s + 1 its I, 3s + 2 its W."""
 
 ROUNDING = 1e-9
-"""Relative difference of two sums that are the same but for rounding."""
+"""Relative difference up to which two sums count as equal."""
 
 _OPS: tuple[Op, ...] = (F, I, W)
 
 Rows = list[list[int]]
-"""For every pp_rank the lanes in the order in which it works on them; a lane's n-th entry is microbatch n."""
+"""For every pp_rank the lanes in the order of work; a lane's n-th entry is microbatch n."""
 
 Block = tuple[int, int, int]
 """A pp_rank, and the first and last index of consecutive entries of its row."""
@@ -46,8 +45,8 @@ class Task:
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
     deferred: Sequence[float] | None = None
-    """Memory that one microbatch holds on each stage from its I to its W. None: as much as before, activations count
-    whole until their W."""
+    """Memory that one microbatch holds on each stage from its I to its W. None: as much as before its I, activations
+    being whole until W."""
 
 
 def placements(pp: int, vpp: int) -> list[Placement]:
@@ -61,8 +60,9 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
 
 
 def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
-    """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W. If that is
-    nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all."""
+    """The least limit of every pp_rank: one microbatch on all of its stages, and the memory that an I adds for its W.
+    If an I adds nothing, every schedule needs this much: while a rank's last stage computes, the microbatch is on all
+    stages."""
     later = sizes if deferred is None else deferred
     stages_of = [placement.stages_of(r) for r in range(placement.pp)]
     return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
@@ -80,11 +80,11 @@ def named_schedules(task: Task) -> Iterator[Schedule]:
                 name, pp=place.pp, vpp=vpp, num_microbatches=task.num_microbatches, microbatch_group_size=task.group
             )
         except ScheduleError:
-            continue  # not made for so few microbatches, or for this size of groups
+            continue  # not made for this few microbatches or this size of groups
 
 
 def one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
-    """One microbatch through all stages and back after another: no rank ever holds more than its part of one."""
+    """One microbatch after another through all stages and back: no rank ever holds more than one."""
     rows = []
     for r in range(placement.pp):
         own = placement.stages_of(r)
@@ -108,7 +108,7 @@ def check_limits(task: Task) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The cost of every lane, where its result goes, and the memory that a rank may use."""
+    """The costs of all lanes, the lanes that use their results, and the memory that ranks may use."""
 
     placement: Placement
     num_microbatches: int
@@ -116,7 +116,7 @@ class Lanes:
     goes_to: list[int]
     """For each lane, the lane that takes its result as input; -1 if no lane does."""
     line: list[int]
-    """The channel that the result goes over, as an index of `line_seconds`; -1 if it stays on the rank."""
+    """For each lane, the channel of its result, as an index of `line_seconds`; -1 if the result stays on the rank."""
     line_seconds: list[float]
     rank_of: list[int]
     """The pp_rank of every stage."""
@@ -133,7 +133,7 @@ class Lanes:
 
     @classmethod
     def of(cls, task: Task) -> Lanes:
-        """The task in the form that orders are tried in."""
+        """The task as Lanes, in which orders are tried."""
         placement, costs = task.placement, task.costs
         stages = range(placement.num_stages)
         rank_of = [placement.rank_of(stage) for stage in stages]
@@ -163,7 +163,8 @@ class Lanes:
         )
 
     def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
-        """Perturbed costs: message times scaled, stage times moved towards their mean (0 to 1), lanes stretched."""
+        """The lanes with perturbed costs: message times scaled, stage times moved to their mean (0 to 1), lanes
+        stretched."""
         seconds = list(self.seconds)
         for kind in range(KINDS):
             mean = sum(seconds[kind::KINDS]) / self.placement.num_stages
@@ -203,17 +204,17 @@ class Lanes:
         return max(bounds)
 
     def peaks(self, rows: Rows) -> list[float]:
-        """The most that every pp_rank holds."""
+        """The peak memory of every pp_rank."""
         return [max(accumulate(map(self.grows.__getitem__, row)), default=0.0) for row in rows]
 
     def held_by(self, schedule: Schedule) -> list[float]:
-        """The most that every pp_rank holds under a schedule whose microbatches run in order."""
+        """The peak memory of every pp_rank under a schedule whose microbatches run in order."""
         rows = rows_of(schedule)
         assert rows is not None
         return self.peaks(rows)
 
     def reserve(self, pp_rank: int) -> float:
-        """The most that an I of a rank adds to what it holds."""
+        """The most memory that an I of a rank adds."""
         return max(0.0, *(self.grows[KINDS * stage + 1] for stage in self.stages_of[pp_rank]))
 
     def fit(self, rows: Rows) -> bool:
@@ -221,7 +222,7 @@ class Lanes:
         return all(peak <= limit for peak, limit in zip(self.peaks(rows), self.limits, strict=True))
 
     def sound(self, pp_rank: int, row: Sequence[int]) -> bool:
-        """Whether a row's backwards follow their forwards, its Ws their Is, and it holds at most its limit."""
+        """Whether a row's backwards come after their forwards and its Ws after their Is, within the memory limit."""
         count = [0] * len(self.seconds)
         held, limit, grows = 0.0, self.limits[pp_rank], self.grows
         for lane in row:
@@ -233,7 +234,7 @@ class Lanes:
 
 
 def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:
-    """(lane, the lane that works on its result, direction); from the last stage's F to its own I nothing travels."""
+    """Yield (lane, the lane that uses its result, direction); the last stage's F to its own I needs no message."""
     last = num_stages - 1
     for stage in range(num_stages):
         forward = KINDS * stage
@@ -243,8 +244,7 @@ def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:
 
 
 def rows_of(schedule: Schedule) -> Rows | None:
-    """A compute-only schedule's rows, an unsplit backward as I and W; None if a lane's microbatches are out of
-    order."""
+    """A compute-only schedule's rows, an unsplit backward as I and W; None if microbatches are out of order."""
     count = [0] * (KINDS * schedule.placement.num_stages)
     rows: Rows = []
     for actions in schedule.actions:
@@ -261,7 +261,7 @@ def rows_of(schedule: Schedule) -> Rows | None:
 
 
 def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
-    """The rows as a compute-only schedule."""
+    """The compute-only schedule with these rows."""
     count = [0] * len(lanes.seconds)
     actions = []
     for row in rows:
@@ -274,9 +274,8 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 
 
 class Clock:
-    """One simulated run of each rank's order: when each rank ends (`ends`, None if they hang) and, if `traced`, what
-    each entry waited for. Sends and receives start without delay; only messages of the same channel wait for each
-    other."""
+    """One simulated run of each rank's order: when each rank ends (`ends`, None if they hang) and, if `traced`, which
+    microbatch each entry waited for. Messages wait only for others of their channel."""
 
     def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:
         self.lanes, self.rows = lanes, rows
@@ -296,7 +295,7 @@ class Clock:
         self.ends: list[float] | None = None if hangs else self._at
 
     def _advance(self, pp_rank: int) -> None:
-        """Run a rank as far as it can; what it waits for wakes it."""
+        """Run a rank as far as it can; the event that it waits for wakes it."""
         lanes, count, ready, waiter, free = self.lanes, self._count, self._ready, self._waiter, self._free
         seconds, goes_to, line, line_seconds = lanes.seconds, lanes.goes_to, lanes.line, lanes.line_seconds
         row, clock, waits = self.rows[pp_rank], self._at[pp_rank], self.waits[pp_rank]
@@ -328,7 +327,7 @@ class Clock:
 
 
 def critical_blocks(lanes: Lanes, rows: Rows) -> list[Block]:
-    """The longest chain of a step that does not hang, last part first: runs without a pause, messages between them."""
+    """The longest chain of a step that does not hang, last block first: runs without pause, messages between them."""
     clock = Clock(lanes, rows, traced=True)
     assert clock.ends is not None
     maker = {target: lane for lane, target in enumerate(lanes.goes_to) if target >= 0}

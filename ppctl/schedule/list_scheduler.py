@@ -1,8 +1,8 @@
-"""Orders made by running the step: whenever a rank is free, a rule picks what it works on next.
+"""Orders made by simulating the step: whenever a rank is free, a rule picks its next action.
 
-The rule is greedy and knows only what has been sent by then; `search` tries many rules, and altered costs, to find one
-whose order is good. Memory comes first: a forward starts only if every later stage of its rank will still find room for
-one microbatch, so that no rule ever hangs.
+The rule is greedy and knows only messages sent so far; `search` tries many rules and altered costs to find a good
+order. Memory comes first: a forward starts only if every later stage of its rank will still have room for one
+microbatch, so that no rule ever hangs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class First(StrEnum):
     DEEPEST = "deepest"
     """The action of the last stage: a microbatch is finished before another one starts."""
     FLOW = "flow"
-    """The action that would be first if every stage took equally long, and microbatches came one by one."""
+    """The action that would be first if all stages took equally long and microbatches came one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a free rank chooses. An I goes before an F, and both before a W, except as the fields say."""
+    """A rule for a free rank's next action: an I before an F, and both before a W, except as the fields say."""
 
     first: First = First.OLDEST
     alternate: bool = True
@@ -41,18 +41,18 @@ class Rule:
     make_room: bool = True
     """If memory delays a forward, weight gradients go before an I."""
     late_forward: float = 0.5
-    """A forward starts although an I arrives before its end if it is late by at most this part of the forward."""
+    """A forward starts although an I arrives before its end, if it delays the I by at most this share of itself."""
     late_weights: float = 0.5
-    """A W starts although an F or I arrives before its end, if that is late by at most this part of the W."""
+    """A W starts although an F or I arrives before its end, if that delays it by at most this share of the W."""
 
 
 class _StepInProgress:
-    """A step that runs while its order is made by `choose`, and is given up once it cannot end by `latest` seconds."""
+    """A simulated step whose order `choose` makes, given up once it cannot end by `latest` seconds."""
 
     def __init__(self, lanes: Lanes, latest: float = _NEVER) -> None:
         self.lanes = lanes
         self.latest = [latest - sums - work for sums, work in zip(lanes.sums, lanes.work(), strict=True)]
-        """Per pp_rank the latest time for what it does next: earlier by all that it has left."""
+        """Per pp_rank the latest start of its next entry: `latest` minus its remaining work."""
         size, pp = len(lanes.seconds), lanes.placement.pp
         self.ready: list[list[float]] = [[] for _ in range(size)]
         self.ready[0] = [0.0] * lanes.num_microbatches
@@ -65,16 +65,16 @@ class _StepInProgress:
         self._queue = [(0.0, pp_rank) for pp_rank in range(pp)]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The lane to work on; or -1, and when to ask again unless something arrives before."""
+        """(the lane to work on, the time); or (-1, when to ask again unless something arrives before)."""
         raise NotImplementedError
 
     def made(self) -> Rows | None:
-        """The rows; None if something is left undone."""
+        """The rows; None if work is left undone."""
         queue, wakes, latest = self._queue, self._wakes, self.latest
         while queue:
             now, pp_rank = heappop(queue)
             if wakes[pp_rank] != now:
-                continue  # it was woken earlier
+                continue  # the rank was woken earlier
             if now > latest[pp_rank]:
                 return None
             wakes[pp_rank] = _NEVER
@@ -91,7 +91,7 @@ class _StepInProgress:
         heappush(self._queue, (at, pp_rank))
 
     def _start(self, pp_rank: int, lane: int, now: float) -> None:
-        """Let a rank work on the next entry of a lane from now on, and look at it again at the end of that."""
+        """Let a rank work on the next entry of a lane from now on, and choose again when it ends."""
         lanes = self.lanes
         self.rows[pp_rank].append(lane)
         self.count[lane] += 1
@@ -192,8 +192,7 @@ def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
 
 
 def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
-    """For each stage the limit of its rank, minus one microbatch of the stage and of every later one, minus what an I
-    adds."""
+    """For each stage its rank's limit, minus one microbatch on this and every later stage, minus what an I adds."""
     room = [0.0] * lanes.placement.num_stages
     for pp_rank, (stages, limit) in enumerate(zip(lanes.stages_of, limits, strict=True)):
         limit -= lanes.reserve(pp_rank)
@@ -204,8 +203,8 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
 
 
 class WeightsPlaced(_StepInProgress):
-    """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
-    `late_weights` as in `Rule`. `made` returns None if memory would hold an F up for ever, or the step would end after
+    """Given rows with the same order of F and I, but every W where its rank would pause or needs the memory.
+    `late_weights` as in `Rule`. `made` returns None if memory would block an F for ever, or the step would end after
     `latest`."""
 
     def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> None:
@@ -217,8 +216,8 @@ class WeightsPlaced(_StepInProgress):
         self.reserve = [lanes.reserve(pp_rank) for pp_rank in range(len(rows))]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The next lane of the order if it can start; else a W that memory or a pause asks for. A forward leaves room
-        for what an I adds for its W."""
+        """The next lane of the order if it can start; else a W, if memory needs it or it fits a pause. A forward leaves
+        room for the memory that an I adds."""
         order, at, owed, lanes = self.order[pp_rank], self.at[pp_rank], self.owed[pp_rank], self.lanes
         arrival = _NEVER
         full = False

@@ -1,6 +1,6 @@
 """A step as all ranks of a job ran it: the file of a traced step, the trace of one of its pipelines, and its ledger.
 
-A measured step is simulated again, too: with the means of its stages, and with one of them faster or slower.
+Also simulates a measured step again, with the means of its stages, and with one stage faster or slower.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RankStamps(NamedTuple):
     end: float
     """The time at which the optimizer had run."""
     actions: Sequence[tuple[int, float, float]]
-    """(index in the rank's row, start, end) of what takes the rank's time, in order; of the last schedule call."""
+    """(index in the rank's row, start, end) of the actions of the last schedule call that take time, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
-        """The inverse of `to_json`. Raises ValueError for data that `to_json` cannot have returned."""
+        """Return the step of data from `to_json`. Raises ValueError for other data."""
         fields = read(_File, data)
         return cls(fields["step"], tuple(_rank_of(*rank) for rank in fields["ranks"]))
 
@@ -86,27 +86,27 @@ def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Seque
 
 @dataclass(slots=True)
 class TimeLedger:
-    """Where one rank's step went, in seconds: its rows add up to the time of the step, from the first rank's begin to
-    the last rank's end."""
+    """How one rank spent a step, in seconds: the rows add up to the step, from the first rank's begin to the last's
+    end."""
 
     compute: float = 0.0
-    """In F, B, I and W."""
+    """Seconds in F, B, I and W."""
     gradients: float = 0.0
-    """In what the schedule has beside them: sums of gradients."""
+    """Seconds in the schedule's other actions: sums of gradients."""
     waiting: dict[int, float] = field(default_factory=dict)
-    """pp_rank -> seconds spent waiting until it had made what this rank needed next."""
+    """pp_rank -> seconds in which this rank waited for that rank's computation."""
     messages: float = 0.0
-    """From there until this rank went on."""
+    """Seconds from the end of that computation until this rank went on."""
     host: float = 0.0
-    """Between actions whose input was there: the interpreter, sends, and the begin of the step."""
+    """Seconds between actions whose input was there: the interpreter, sends, and the begin of the step."""
     drain: float = 0.0
     """Seconds after the rank's last action, until the last action of its pipeline was over."""
     agreement: float = 0.0
-    """From there until the reports of all ranks had come: sums, the norm, and other pipelines."""
+    """Seconds from there until the reports of all ranks had come: sums, the norm, and other pipelines."""
     optimizer: float = 0.0
-    """Clipping and update; of a GPU, which may have been given them before, what is left to its host."""
+    """Seconds of clipping and update; on a GPU, which may do them later, the host's part."""
     others: float = 0.0
-    """After its own end, until the last rank had ended."""
+    """Seconds after its own end, until the last rank had ended."""
 
     @property
     def total(self) -> float:
@@ -135,17 +135,17 @@ def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> 
 def _ledger(
     spans: Sequence[Span], rank: RankStamps, made: Mapping[Action, Span], last: float, begin: float, end: float
 ) -> TimeLedger:
-    """One rank's ledger: a clock that goes from begin to end, and every stretch of it in one row."""
+    """One rank's ledger: every stretch of time from begin to end is in one row."""
     ledger, clock = TimeLedger(), begin
 
     def until(time: float) -> float:
-        """Seconds from the clock to `time`, to which it goes; 0 for what is past."""
+        """Move the clock to `time`; returns the seconds, 0 for a past time."""
         nonlocal clock
         passed = max(time - clock, 0.0)
         clock += passed
         return passed
 
-    for pp_rank, action, start, over in spans:
+    for pp_rank, action, start, ended in spans:
         source = made.get(action)
         if source is not None and source.pp_rank != pp_rank and source.end > clock:
             waited = ledger.waiting.get(source.pp_rank, 0.0)
@@ -153,9 +153,9 @@ def _ledger(
             ledger.messages += until(start)
         ledger.host += until(start)
         if action.op in COMPUTE:
-            ledger.compute += until(over)
+            ledger.compute += until(ended)
         else:
-            ledger.gradients += until(over)
+            ledger.gradients += until(ended)
     ledger.drain += until(min(last, rank.agreed))
     ledger.agreement += until(rank.agreed)
     ledger.optimizer += until(rank.end)
@@ -168,7 +168,7 @@ SHARE = 0.1
 
 
 class StageChange(NamedTuple):
-    """A stage as it was measured, and what the step would gain or lose by it. Seconds."""
+    """A stage as it was measured, and the change of the step if it were faster or slower. Seconds."""
 
     stage: int
     forward: float
@@ -182,12 +182,12 @@ class StageChange(NamedTuple):
 
 
 def measured_costs(trace: Trace, schedule: Schedule) -> Costs:
-    """Prices by which the schedule can be simulated again: means by operation and stage, medians of messages. If a
-    stage ran only unsplit backwards, I and W each count as half of one; if it ran only split ones, B as their sum."""
+    """Costs for simulating the schedule again: means by operation and stage, medians of messages. If a stage ran only
+    unsplit backwards, I and W count as half each; if only split ones, B as their sum."""
     durations: dict[Op, dict[int, list[float]]] = {op: {} for op in Op}
     for _, (op, stage, _), start, end in trace.spans:
         durations[op].setdefault(stage, []).append(end - start)
-    means = {op: {stage: sum(each) / len(each) for stage, each in of.items()} for op, of in durations.items()}
+    means = {op: {stage: sum(each) / len(each) for stage, each in row.items()} for op, row in durations.items()}
     stages = range(schedule.placement.num_stages)
     halves = {op: [means[op].get(s, means[Op.B].get(s, 0.0) / 2) for s in stages] for op in (Op.I, Op.W)}
     whole = [means[Op.B].get(s, halves[Op.I][s] + halves[Op.W][s]) for s in stages]
@@ -205,7 +205,7 @@ def measured_costs(trace: Trace, schedule: Schedule) -> Costs:
 
 
 def stage_changes(schedule: Schedule, costs: Costs) -> tuple[float, list[StageChange]]:
-    """(seconds of the simulated step, what each stage would change of it)."""
+    """(seconds of the simulated step, the StageChange of each stage)."""
     now = step_time(simulate(schedule, costs))
 
     def changed(stage: int, factor: float) -> float:

@@ -2,20 +2,20 @@
 
 Deterministic: work is counted, never timed, and chance comes from a fixed seed.
 
-What is searched are orders: for every pp_rank, in which turns it works on the F, I and W of its stages, microbatches in
-order. There is no formula for the best one, but a rule that picks the next action whenever a rank is free
-(`list_scheduler`) makes a good one in milliseconds. So the search goes through rules, and through costs that the rule
-sees in place of the real ones: with shorter messages it dares to wait for what is about to arrive, with longer ones
-it runs further ahead, and with slightly wrong stage times it makes other, sometimes better, repeating patterns
-("problem-space search"; Storer, Wu and Vaccari, Management Science 38, 1992). In three parts:
+The search is over orders: for every pp_rank, the order in which it works on the F, I and W of its stages, with
+microbatches in order. There is no formula for the best order, but a rule that picks the next action whenever a rank is
+free (`list_scheduler`) makes a good one in milliseconds. So the search goes through rules, and through costs that the
+rule sees in place of the real ones: with shorter messages it waits for arriving work, with longer ones it runs further
+ahead, and with slightly wrong stage times it makes other, sometimes better, repeating patterns ("problem-space search";
+Storer, Wu and Vaccari, Management Science 38, 1992). It has three parts:
 
 1. Starts: every named schedule, as it is and with its Ws placed anew, and one rule after another.
 2. From the best of these, one thing at a time is changed: the rule, the costs that it sees, the memory that it uses.
 3. Single entries of the best order are moved, most of them along its critical path, by simulated annealing. This is
    what finds the optimum of short steps; of long ones it changes little, and little of the allowance is left for it.
 
-Every order is judged at the real costs. Named schedules that fit are among the candidates: what is found is never
-slower. It ends at the bound (`Lanes.bound`) or when the allowance is used up.
+Every order is judged at the real costs. Named schedules that fit are among the candidates, so the result is never
+slower. The search ends at the bound (`Lanes.bound`) or when the allowance is used up.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import longest_span, step_time
 
 ALLOWANCE = 5_000_000
-"""Units of work of one search, about half a microsecond each: one entry of one order put on the clock is one unit."""
+"""Units of work of one search, about half a microsecond each: simulating one entry of one order is one unit."""
 
 _LIST_UNITS, _PLACE_UNITS = 12, 10
 """Units of an entry that a rule picks, and of one whose Ws are placed."""
 
 _LEAST_POINTS, _MOST_POINTS = 8, 400
-"""Rules that are tried however long the step is, and however short."""
+"""(least, most) rules that are tried, for long and for short steps."""
 
 _KEPT = 4
-"""How many of the best rules are changed."""
+"""How many of the best points are changed."""
 
 _ROUNDS, _MOVES = 8, 500
-"""How often entries are moved from the best order on, and how many at most: short steps are exhausted with that."""
+"""How often annealing starts from the best order, and the most moves: enough to exhaust short steps."""
 
 _WARMTH = 0.5
-"""How much longer an order may be at first for the search to go on from it, in mean actions."""
+"""How much longer an order may be at first for annealing to go on from it, in mean actions."""
 
 _REACH, _DRAWS = 4, 20
-"""How far an entry moves within its row, and how many moves are drawn until one is sound."""
+"""The most places that an entry moves within its row, and the most moves drawn until one is sound."""
 
 _LATE = (0.0, 0.5, 1.0)
 
@@ -84,19 +84,19 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FoundSchedule:
-    """The result of a search. The schedule is compute-only; it may be a named one under that name."""
+    """The result of a search. The schedule is compute-only; a named schedule keeps its name."""
 
     schedule: Schedule
     seconds: float
     """Seconds of the schedule's simulated step."""
     bound: float
-    """Seconds that no order of this placement undercuts."""
+    """A lower bound on the seconds of any order of this placement."""
     named: tuple[Named, ...]
     """The named schedules of this placement that fit the same memory, the fastest first."""
     tried: int
-    """Orders that were put on the clock, or given up while they were made."""
+    """The number of orders simulated, or given up while they were made."""
     held: tuple[float, ...]
-    """The most that every pp_rank holds, as the task counts."""
+    """The peak of every pp_rank, in the task's unit."""
 
     @property
     def best_named(self) -> Named | None:
@@ -105,33 +105,33 @@ class FoundSchedule:
 
 
 class _Value(NamedTuple):
-    """How good an order is: relative to the bound, and rounded, so that equal steps are equal."""
+    """The value of an order: its step relative to the bound, rounded, so that equal steps compare equal."""
 
     step: float
     span: float
     ends: float
-    """The sum of the ranks' ends: if that falls, the step may be next."""
+    """The sum of the ranks' ends: if it falls, the step may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One way to make an order: a rule, and what the rule sees in place of the real costs and limits."""
+    """One way to make an order: a rule, and the costs and limits that it sees in place of the real ones."""
 
     rule: Rule
     message: float = 1.0
-    """Times the real messages."""
+    """The factor on message times."""
     even: float = 0.0
     """0: stages as they are; 1: all alike."""
     memory: float = 1.0
-    """Part of the limit that is used, beyond what any order needs."""
+    """The share that is used of the limit beyond the least that any order needs."""
     noise: float = 0.0
-    """The largest error of a lane's time, as a part of that time."""
+    """The largest error of a lane's time, as a share of it."""
     seed: int = 0
 
 
 def find_schedule(task: Task, allowance: int = ALLOWANCE) -> FoundSchedule:
-    """Search. `allowance` is in units of work (`ALLOWANCE`). Raises ScheduleError (PP-E321) if a limit has no room for
-    one microbatch on all stages of its rank."""
+    """Search for a task's schedule. `allowance` is in units of work (`ALLOWANCE`). Raises ScheduleError (PP-E321) if a
+    limit has no room for one microbatch on all stages of its rank."""
     check_limits(task)
     return _OrderSearch(task, allowance).run()
 
@@ -145,7 +145,7 @@ def first_order(task: Task) -> Schedule | None:
 
 def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> FoundSchedule:
     """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first. Tasks
-    whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) if all are."""
+    whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) if none is left."""
     results: list[FoundSchedule] = []
     refused: list[Problem] = []
     for task in tasks:
@@ -214,7 +214,7 @@ class _OrderSearch:
         return value
 
     def placed_anew(self, rows: Rows) -> None:
-        """Consider the same order of F and I with its Ws where there is time, by several rules."""
+        """Consider the same order of F and I with Ws placed anew by several rules."""
         for late in _LATE:
             self.left -= _PLACE_UNITS * self.length
             latest = self.value.step * self.unit * (1 + 2 * ROUNDING)
@@ -223,7 +223,7 @@ class _OrderSearch:
             self.consider(placed)
 
     def _start_with_names(self) -> list[Named]:
-        """Consider all named schedules; returns the schedules that fit."""
+        """Consider all named schedules; returns those that fit."""
         fitting = []
         for schedule in named_schedules(self.task):
             rows = rows_of(schedule)
@@ -237,7 +237,7 @@ class _OrderSearch:
         return fitting
 
     def _start_with_rules(self) -> None:
-        """Every first rule at four kinds of costs; then all rules that are next to the best of the first ones."""
+        """Try every first rule at four kinds of costs; then all rules with one field other than the best's."""
         for message, even in ((0.0, 0.0), (1.0, 0.0), (2.0, 0.0), (1.0, 1.0)):
             for first in First:
                 self._try_point(_Point(Rule(first), message, even))
@@ -246,13 +246,13 @@ class _OrderSearch:
                 self._try_point(replace(point, rule=rule))
 
     def _change_points(self, until: int) -> None:
-        """One change at a time to one of the best points, until only `until` of the allowance is left."""
+        """Change one thing at a time in one of the best points, until only `until` of the allowance is left."""
         while self.left > until and len(self.points) < _MOST_POINTS and not self.at_bound:
             rank = min(int(self.random.expovariate(1.0)), len(self.best) - 1)
             self._try_point(self._changed(self.best[rank][2]))
 
     def _try_point(self, point: _Point) -> None:
-        """Consider the order that a point makes, and the same with its Ws placed anew if it is nearly the best."""
+        """Consider a point's order, and if it is nearly the best also the same with its Ws placed anew."""
         number = len(self.points)
         if point in self.points or (self.left <= 0 and number >= _LEAST_POINTS):
             return
@@ -293,7 +293,7 @@ class _OrderSearch:
         return replace(point, noise=chance.choice((0.02, 0.05, 0.1, 0.2, 0.4)), seed=chance.randrange(1 << 30))
 
     def _change_order(self) -> None:
-        """Move single entries, at first even if that costs a little; again and again from the best order so far."""
+        """Anneal from the best order, several times."""
         for _ in range(_ROUNDS):
             moves = min(_MOVES, self.left // self.length)
             if self.rows is None or self.at_bound or moves <= 0:
@@ -301,7 +301,7 @@ class _OrderSearch:
             self._anneal(self.rows, self.value, moves)
 
     def _anneal(self, rows: Rows, value: _Value, moves: int) -> None:
-        """Simulated annealing from these rows: keep a moved entry if that is faster, else by chance."""
+        """Simulated annealing from these rows: keep a move if the step gets faster, else with some probability."""
         blocks = critical_blocks(self.lanes, rows)
         for number in range(moves):
             warmth = self.warmth * (1.0 - number / moves) ** 2 + ROUNDING
@@ -318,7 +318,7 @@ class _OrderSearch:
                         return
 
     def _neighbour(self, rows: Rows, blocks: Sequence[Block]) -> Rows | None:
-        """The rows with one entry moved: every other time out of, or within, a run that the step waits for."""
+        """The rows with one entry moved, every other time one of the critical path; None if no sound move was found."""
         chance = self.random
         for _ in range(_DRAWS):
             if chance.random() < 0.5:
@@ -343,8 +343,8 @@ class _OrderSearch:
         return [*rows[:pp_rank], row, *rows[pp_rank + 1 :]]
 
     def _found(self, named: list[Named]) -> FoundSchedule:
-        """The best order as a schedule; a named one if that is as fast."""
-        # Rounded, so that times that differ by rounding alone are equal: then the first is taken, and `named` lists
+        """The best order as a schedule; a named schedule if that is as fast."""
+        # Rounded, so that times that differ only by rounding compare equal: then the first is taken, and `named` lists
         # schedules with whole backwards before those with split ones.
         ranked = tuple(sorted(named, key=lambda each: (self._relative(each.seconds), self._relative(each.span))))
         assert self.rows is not None  # a rule always makes one
@@ -360,7 +360,7 @@ class _OrderSearch:
 
 
 def _other_rules(rule: Rule) -> list[Rule]:
-    """The rules that differ from this one in one thing."""
+    """The rules that differ from this one in one field."""
     others = [replace(rule, first=first) for first in First]
     others += [replace(rule, alternate=not rule.alternate), replace(rule, make_room=not rule.make_room)]
     others += [replace(rule, late_weights=late) for late in _LATE]

@@ -1,6 +1,6 @@
 """Pairs of a forward and a backward: how lists get them, and whether a rank can run the two side by side.
 
-The two of a pair advance in turns, so that the messages of one are under way while the other computes.
+The two actions of a pair advance in turns: the messages of one are under way while the other computes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Sc
 
 
 def pair_up(schedule: Schedule) -> Schedule:
-    """Every backward and the forward that follows on it as a pair, in which the forward stands in front. Of 1F1B, whose
-    ranks then hold one microbatch more."""
+    """The schedule with every backward and the next forward as a pair, in which the forward comes first. For 1F1B,
+    whose ranks then hold one microbatch more."""
     rows: list[tuple[Action, ...]] = []
     pairs: list[Pair] = []
     for row in schedule.actions:
@@ -31,7 +31,7 @@ def pair_up(schedule: Schedule) -> Schedule:
 
 
 def deferred_weights(schedule: Schedule) -> Schedule:
-    """The backward of every pair in two halves: I beside the forward, and W after the pair."""
+    """The schedule with the backward of every pair split: I beside the forward, and W after the pair."""
     return in_halves(schedule, {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B})
 
 
@@ -46,9 +46,9 @@ def in_halves(schedule: Schedule, backwards: Collection[Action]) -> Schedule:
 def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
     """Problems of the pairs of a schedule that is sound without them.
 
-    A pair is an F and a B or I. In their rank's list the backward follows on the forward, with nothing but messages
-    between the two. An action is in one pair at most. And neither of the two may need the other, be it over the lists
-    of other ranks: both have to be able to start at once.
+    A pair is an F and a B or I. In their rank's list the backward comes after the forward, with only messages between
+    the two. An action is in one pair at most. Neither may need the other, not even through other ranks' lists: both
+    must be able to start together.
     """
     if not schedule.pairs:
         return
@@ -79,7 +79,7 @@ def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
 
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
-    """Actions that wait for each other in a circle, if the two of a pair start at once; empty if there is none."""
+    """Actions that wait for each other in a circle if pairs start together; empty if there is no circle."""
     entry = {action: each for row in groups for each in row for action in _actions_of(each)}
     needed = TopologicalSorter[Action | Pair]()  # from what needs to what is needed: the first circle is found first
     for row in groups:

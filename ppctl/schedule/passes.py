@@ -1,4 +1,4 @@
-"""Schedule -> Schedule: from what is computed to what every rank executes.
+"""Schedule -> Schedule: from compute-only schedules to the lists that ranks execute.
 
 `lower` places gradient sync and messages, receives ahead of need, and gives every channel its capacity.
 """
@@ -67,11 +67,10 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
 
 
 def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
-    """The schedule without what its first `frozen_stages` stages do not need: their backwards, their sums of gradients,
-    and all messages of gradients to them.
-
-    Of a lowered schedule the rest stays in its place, so that frozen stages run no further ahead than before. It stays
-    sound: whatever is left waits for less, and of every channel's messages the same ones go at both ends.
+    """The schedule without actions that its first `frozen_stages` stages do not need: their backwards, their sums of
+    gradients, and messages of gradients to them. In a lowered schedule all other actions keep their places, so that
+    frozen stages run no further ahead. It stays sound: the other actions wait for less, and channels lose the same
+    messages at both ends.
     """
     if not frozen_stages:
         return schedule
@@ -96,9 +95,9 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
 
 
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
-    """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs. It
-    runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All else
-    keeps its order, and each stage's Ws keep the order of its Is."""
+    """The compute-only schedule with at most `most` weight gradients deferred on a rank. When an I would exceed this,
+    the oldest W runs after it, and after its pair: while an I runs, `most` others wait. All other actions keep their
+    order, and each stage's Ws the order of its Is."""
     return replace(schedule, actions=tuple(_weights_sooner(row, most) for row in schedule.actions))
 
 
@@ -120,11 +119,10 @@ def _weights_sooner(row: Sequence[Action], most: int) -> tuple[Action, ...]:
 
 
 def split_before_late_weights(schedule: Schedule) -> Schedule:
-    """The compute-only schedule without a whole backward that is a stage's last and stands before a W of that stage.
-
-    Such a B becomes I and W, one right after the other. Who counts gradients, and sums them over replicas at the last
-    one of each parameter, finds the last ones in one action or in the last I and the last W: never in a B, of which
-    parameters that are deferred have more to come.
+    """The compute-only schedule without whole backwards that are a stage's last and come before a W of that stage: such
+    a B becomes I and W in a row. A wrapper that sums gradients over replicas at each parameter's last gradient then
+    finds the last ones in one action, or in the last I and the last W, never in a B with deferred gradients still to
+    come.
     """
     late: list[Action] = []
     for row in schedule.actions:
@@ -136,9 +134,9 @@ def split_before_late_weights(schedule: Schedule) -> Schedule:
 def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Schedule:
     """Put SEND right after the action that makes the message, and RECV where it can first be of use.
 
-    A channel keeps at most `receive_slots(capacity)` receives posted: that many at first, then another one whenever a
+    A channel keeps at most `receive_slots(capacity)` receives posted: this many at first, then a further one whenever a
     message has been used. Receives are posted in the order of the sends, whatever the order of use. None is posted
-    before its rank has run the last action that the message depends on (`_first_of_use`), because nothing can arrive
+    before its rank has run the last action that the message depends on (`_first_of_use`), because it cannot arrive
     earlier. On a GPU a posted receive is a running kernel: the first launch of another kernel and a retry of the
     allocator wait until the device is idle, and so for the message. No message is placed between the actions of a pair.
     """
@@ -172,7 +170,7 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
 
 @dataclass(slots=True)
 class _ReceivingEnd:
-    """A channel's receives on their way into a rank's list: how many slots are free, and what is still to be posted."""
+    """A channel's receives while they are added to a rank's list: free slots, and receives still to be posted."""
 
     free: int
     due: deque[Action]
@@ -187,10 +185,9 @@ class _ReceivingEnd:
 def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
     """Receive -> the index of the last action of its rank's list that the message depends on; -1 for none.
 
-    The message follows from all that its sender has used by then, also for other microbatches: in 1F1B the first
-    gradient comes only after the sender's warm-up, which needs as many activations of this rank. And it follows from
-    what it was computed from on its way: an activation from that of the rank's stage before, a gradient from that of
-    the rank's stage after it.
+    The message depends on everything that its sender has used before, also for other microbatches: in 1F1B the first
+    gradient comes after the sender's warm-up, which needs as many activations of this rank. And it depends on its own
+    path: an activation on that of the rank's previous stage, a gradient on that of the rank's next stage.
     """
     place = schedule.placement
     timed = ((index, *action) for row in schedule.actions for index, action in enumerate(row))
@@ -214,11 +211,10 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
 
 
 def least_capacities(schedule: Schedule) -> dict[Channel, int]:
-    """For every channel the smallest capacity at which nothing waits longer than it would without a limit.
-
-    That is: in a simulation of the compute-only schedule without limits (at the prices above), no send would have to
-    wait for an older one, and no message would come later than it is needed. Linear in the schedule's length for each
-    capacity tried; those are few, since they double until one will do. Raises ScheduleError if the schedule hangs.
+    """For every channel the smallest capacity at which nothing waits longer than it would without a limit. That is: in
+    a simulation of the compute-only schedule without limits (at the prices above), no send would have to wait for an
+    older one, and no message would come later than it is needed. Linear in the schedule's length for each capacity
+    tried; few are, since they double until one suffices. Raises ScheduleError if the schedule hangs.
     """
     timed = ((action, start, end) for _, action, start, end in simulate(schedule, _costs(schedule)).spans)
     return {line.channel: _least_capacity(line) for line in _routes(schedule, timed).lines}
@@ -226,7 +222,7 @@ def least_capacities(schedule: Schedule) -> dict[Channel, int]:
 
 @dataclass(slots=True, eq=False)
 class _ChannelMessages:
-    """A channel's messages by their RECVs in the order of the sends and of use, and when a simulation has these."""
+    """A channel's messages, as RECVs in the order of sends and of use, with the simulated times of both."""
 
     channel: Channel
     sent: list[Action] = field(default_factory=list)
@@ -291,7 +287,7 @@ def _costs(schedule: Schedule) -> Costs:
 
 def _least_capacity(line: _ChannelMessages) -> int:
     deadlines = line.deadlines()
-    enough = 3  # what most channels need
+    enough = 3  # enough for most channels
     while not _in_time(line, deadlines, enough):
         enough *= 2
     tried = range(2 if enough == 3 else enough // 2 + 1, enough)
@@ -300,8 +296,8 @@ def _least_capacity(line: _ChannelMessages) -> int:
 
 def _in_time(line: _ChannelMessages, deadlines: list[float], capacity: int) -> bool:
     """Whether at this capacity no send waits for an older one, and every message is there when it is needed. Message n
-    starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or when the use
-    of the message `receive_slots` before has ended."""
+    starts once it is sent, message n - 1 is delivered, and its receive is posted: at the start, or when the use of
+    message n - `receive_slots` has ended."""
     receives, sends = receive_slots(capacity), send_slots(capacity)
     posted_at = [0.0] * receives + line.used_at
     through: list[float] = []

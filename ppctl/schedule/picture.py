@@ -33,19 +33,19 @@ class StageNote:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one device of a pp_rank: what is always there, and what one microbatch adds on each of its stages."""
+    """Bytes on one device of a pp_rank: permanent ones, and those that a microbatch adds on each stage."""
 
     fixed: int
     per_microbatch: dict[int, int]
     """Bytes of one microbatch from its forward to its backward."""
     in_forward: dict[int, int] = field(default_factory=dict)
-    """The most bytes while the forward runs, beside what was there before."""
+    """The most further bytes while the forward runs."""
     in_backward: dict[int, int] = field(default_factory=dict)
-    """The most bytes while the backward runs, beside what was there before."""
+    """The most further bytes while the backward runs."""
     behind: int = 0
     """The most bytes after the last action, all bytes counted."""
     halves: Mapping[Op, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
-    """Split backwards: (operation, stage) -> what it frees, and its extra memory while it runs. Else W frees all."""
+    """For split backwards: (operation, stage) -> (bytes it frees, further bytes while it runs). Else W frees all."""
 
 
 Level = tuple[float, int]
@@ -63,16 +63,16 @@ class Picture:
     memory: tuple[RankMemory, ...] = ()
     """Each rank's memory in the plan."""
     measured: tuple[RankMemory | None, ...] = ()
-    """The planned memory's counterpart from a rehearsal; None for a pp_rank that was not rehearsed."""
+    """Each rank's memory measured by a rehearsal; None for a pp_rank that was not rehearsed."""
     limit: int | None = None
     """Bytes of one device."""
     planned: Trace | None = None
-    """For a measured step: the planned one, to be drawn below it on the same axis, from its own first action on."""
+    """For a measured step: the planned step, drawn below it on the same axis, from its own first action on."""
 
 
 def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple[tuple[Level, ...], ...]:
-    """Per pp_rank the bytes held, step by step: a microbatch's activations from the start of F to the end of B or W.
-    Without `memory` of any pp_rank (), and no levels of a pp_rank without one."""
+    """Per pp_rank the bytes held, step by step: a microbatch's activations from the start of F to the end of B or W. ()
+    if `memory` is empty; no levels for a pp_rank whose memory is None."""
     if not memory:
         return ()
     kept = {(a.stage, a.mb) for _, a, _, _ in trace.spans if a.op in LIFE_ENDS}
@@ -98,7 +98,7 @@ def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple
 
 
 def _levels(fixed: int, changes: list[tuple[float, int]]) -> tuple[Level, ...]:
-    """Bytes that are held after each change, frees before allocations of the same moment."""
+    """Levels after each change, with frees before allocations of the same moment."""
     levels = {0.0: fixed}
     held = fixed
     for time, change in sorted(changes):

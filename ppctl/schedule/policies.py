@@ -1,9 +1,8 @@
 """The schedules as pure functions: sizes in, compute-only Schedule out.
 
-Those with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
-backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those
-that split backwards are in `zero_bubble`. `POLICIES` has a row for each, with all that is asked about a
-policy.
+Policies with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
+remaining backwards; they differ in the order of a rank's forwards (`schedule_table`) and in the length of the warm-up.
+Policies that split backwards are in `zero_bubble`. `POLICIES` has a row with the facts about each.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_co
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
-    """How many more forwards than the textbook's a rank runs ahead: at most one per rank after it."""
+    """How many more forwards than the textbook's a rank runs ahead: at most one for each rank after it."""
     return min(extra_warmup, pp - pp_rank - 1)
 
 
@@ -30,7 +29,7 @@ def forward_only(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedu
 
 
 def forwards_alone(placement: Placement, num_microbatches: int) -> Schedule:
-    """`forward_only` over any placement: what evaluates a model that a given schedule trains."""
+    """`forward_only` for any placement, to evaluate a model that any schedule trains."""
     group = min(placement.pp, num_microbatches)
     return _by_table("forward_only", placement, num_microbatches, group, None)
 
@@ -43,8 +42,8 @@ def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Non-interleaved 1F1B: `pp - pp_rank - 1` forwards ahead, then one forward and one backward in turn. One chunk.
-    That is tight: between neighbours two message times per microbatch are waited for. With `extra_warmup` forwards more
-    in flight (`extra_of` each rank) a message may take that much longer before anybody waits."""
+    Neighbours wait two message times per microbatch for each other. With `extra_warmup` further forwards in flight
+    (`extra_of` for each rank) messages may take that much longer before any rank waits."""
 
     def warmup(pp_rank: int) -> int:
         counts = warmup_counts(pp, pp_rank, num_microbatches=num_microbatches)
@@ -56,10 +55,9 @@ def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warm
 def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B: a group of microbatches runs through a chunk, then through the next chunk.
 
-    A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. If the
-    last group is shorter than pp (Megatron refuses that), the order is the one in which it is filled up to pp, with the
-    microbatches that do not exist left out: sound because the full one is, and no rank holds more. `extra_warmup` as in
-    1F1B.
+    A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. If the last
+    group is shorter than pp (Megatron refuses that), it is filled up to pp and the missing microbatches are left out of
+    the order: sound because the full order is, and no rank holds more. `extra_warmup` as in 1F1B. Raises ScheduleError.
     """
     if vpp > 1 and group < min(pp, num_microbatches):
         message = f"groups of {group} microbatches do not fill a pipeline of pp {pp}: interleaving would hang"
@@ -90,41 +88,41 @@ def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One way to order a step, and what is known about it."""
+    """One way to order a step, with facts about it."""
 
     name: str
     make: Callable[..., Schedule]
     """`make(pp, vpp, num_microbatches, group)`, and a fifth argument if the policy takes an extra warm-up."""
     chunks: int = 1
-    """Chunks per rank that it is made for."""
+    """Chunks per rank that the policy is made for."""
     fixed: bool = False
-    """Whether it runs no other number of chunks."""
+    """Whether the policy runs no other number of chunks."""
     placement: str = "loop"
-    """How it places stages: `Placement.kind`."""
+    """How the policy places stages: `Placement.kind`."""
     splits: bool = False
-    """Whether it splits backwards into I and W."""
+    """Whether the policy splits backwards into I and W."""
     trains: bool = True
-    """Whether it has backwards: a run's `pipeline.pp_schedule` may name it."""
+    """Whether the policy has backwards, so that a run's `pipeline.pp_schedule` may name it."""
     extra_warmup: bool = False
     """Whether forwards beyond the textbook's may run ahead."""
     pairs: bool = False
-    """Whether it has, or can get (`pairs.pair_up`), forwards and backwards that run side by side."""
+    """Whether the policy has, or can get (`pairs.pair_up`), forwards and backwards that run side by side."""
     settles: bool = False
-    """Whether it is known to hold, after a few rounds of the pipeline, what it holds for any number of microbatches."""
+    """Whether memory after a few rounds of the pipeline is known to be the same for any number of microbatches."""
     other_names: tuple[str, ...] = ()
-    """Its names in other systems, as far as these differ in more than upper and lower case: torch's classes without
-    their prefix `Schedule`, and NeMo Automodel's documentation."""
+    """The policy's names in other systems that differ in more than case: torch's classes without their prefix
+    `Schedule`, and NeMo Automodel's documentation."""
     for_more_chunks: str = ""
     """The policy to take if a rank has more chunks."""
     least_microbatches: Callable[[int], int] = lambda pp: 1
-    """pp -> the fewest microbatches that it makes lists for; for fewer it drops the missing ones from such a list."""
+    """pp -> the fewest microbatches for which the policy makes lists; for fewer it drops the missing from one."""
     needs_microbatches: Callable[[int], int] = lambda pp: 1
-    """pp -> the fewest microbatches that it runs."""
+    """pp -> the fewest microbatches that the policy runs."""
     use: str = ""
-    """When to take it: what `ppctl explain pp_schedule` says of it."""
+    """When to choose the policy: the text of `ppctl explain pp_schedule`."""
 
     def runs(self, vpp: int) -> bool:
-        """Whether it can run this many chunks per rank."""
+        """Whether the policy can run this many chunks per rank."""
         return vpp == self.chunks or not self.fixed
 
     @property
@@ -147,7 +145,7 @@ _ROWS = (
         "interleaved_1f1b", interleaved_1f1b, **_WHOLE, chunks=2, other_names=("Interleaved1F1B", "dfs"),
         use="fewer microbatches: whole backwards, vpp times less bubble for vpp times the messages and some memory",
     ),
-    Policy(  # with several chunks breadth-first
+    Policy(  # breadth-first with several chunks
         "gpipe", gpipe, other_names=("LoopedBFS", "looped_bfs"),
         use="comparisons: all microbatches are in memory at once",
     ),
@@ -185,11 +183,11 @@ _ROWS = (
 )  # fmt: skip
 
 POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
-"""The policies by name; first those that users want most."""
+"""The policies by name, the most used first."""
 
 
 AUTO = "auto"
-"""Stands for a schedule that is searched for (`search`), and is the name of one that was found."""
+"""The name that asks for a searched schedule (`search`), and the name of a found one."""
 
 SPELLINGS = {
     spelling.lower(): policy.name
@@ -201,13 +199,12 @@ SPELLINGS = {
 
 
 def schedule_policy(name: str | None) -> str | None:
-    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`, `V-Half`), AUTO, or
-    None."""
+    """The policy `name` of any system, in any case (`Interleaved1F1B`, `ScheduleGPipe`, `V-Half`), AUTO, or None."""
     return SPELLINGS.get((name or "").lower().replace("-", "_").removeprefix("schedule"))
 
 
 def fitting_policy(vpp: int) -> str:
-    """The policy of a run that names none: it runs any number of chunks per rank."""
+    """The policy of a run that names none, for this number of chunks per rank."""
     return POLICIES["1f1b"].for_more_chunks if vpp > 1 else "1f1b"
 
 

@@ -1,6 +1,6 @@
 """The schedule that a program asks for by a policy's name, as `auto` or in a file, made for given stages.
 
-`ppctl.adopt` and `ppctl.TorchSchedule` take requests; whoever runs a file's schedule reads it here.
+`ppctl.adopt` and `ppctl.TorchSchedule` take requests; schedules in files are read here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ppctl.schedule.verify import verify
 
 CODE = "PP-E216"
 _MOST_READ = 2**22
-"""Bytes of a file: 4 MiB, twice what as many actions take as a plan holds."""
+"""The most bytes of a file: 4 MiB, twice the text of as many actions as a plan may have."""
 _MOST_WANTED = 2**20
-"""Forwards of which those that a file lacks are listed one by one: more than a file can hold."""
+"""The most forwards whose absence from a file is listed one by one: more than a file can hold."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduleRequest:
-    """A schedule by its policy, one that is to be found, or a file's; without either the caller's own choice."""
+    """A schedule by its policy, a schedule to search for, or a file's; without any the caller's own choice."""
 
     policy: str | None = None
     """A policy's name, or AUTO."""
@@ -38,16 +38,16 @@ class ScheduleRequest:
     costs: Costs | None = None
     """For AUTO: the stages' costs; None if all are alike and F, I and W take the same time."""
     argument: str = "schedule"
-    """The argument that names it, for remedies."""
+    """The argument that names the schedule, for remedies."""
 
     @property
     def asks(self) -> bool:
-        """Whether it is for anything else than the caller's own choice."""
+        """Whether the request is for anything else than the caller's own choice."""
         return self.policy is not None or self.given is not None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """How the stages may be placed, `loop` or `v`: the first of them if nothing else decides."""
+        """The possible placements of stages, `loop` or `v`; the first is taken if nothing else decides."""
         if self.given is not None:
             return (self.given.placement.kind,)
         return ("loop", "v") if self.policy in (None, AUTO) else (POLICIES[self.policy].placement,)
@@ -58,7 +58,7 @@ class ScheduleRequest:
         return f"auto within {self.memory:g} of 1F1B's memory" if self.policy == AUTO else self.policy or "its own"
 
     def check(self, pp: int, vpp: int) -> None:
-        """Raise ScheduleError (PP-E216, PP-E305) if no number of microbatches makes it fit these sizes."""
+        """Raise ScheduleError (PP-E216, PP-E305) if the request fits these sizes with no number of microbatches."""
         place = None if self.given is None else self.given.placement
         if place is not None and (place.pp, place.num_stages) != (pp, pp * vpp):
             message = f"the schedule file has {place.num_stages} stages on {place.pp} rows, and pp {pp} x vpp {vpp}"
@@ -89,6 +89,7 @@ class ScheduleRequest:
         return made
 
     def _found(self, place: Placement, num_microbatches: int, group: int | None) -> Schedule:
+        """The best schedule that a search finds. Raises ScheduleError (PP-E304) for costs of other stages."""
         stages = place.num_stages
         costs = self.costs or Costs.uniform(stages, message=0.05)
         if len(costs.forward) != stages:
@@ -105,8 +106,8 @@ def _training() -> list[str]:
 
 def requested(schedule: str | PathLike[str] | None, memory: float | None, costs: Costs | None) -> ScheduleRequest:
     """The request that a program's arguments mean; a file, which is any path or a text `....csv`, is read. Raises
-    ScheduleError for a name that is none (PP-E304) and a file that holds none (PP-E216), and ConfigError (PP-E396) for
-    a memory or costs without a search."""
+    ScheduleError for an unknown name (PP-E304) and a file without a schedule (PP-E216), and ConfigError (PP-E396) for
+    memory or costs without a search."""
     policy = schedule_policy(schedule) if isinstance(schedule, str) else None
     for name, value in (("memory", memory), ("costs", costs)):
         if value is not None and policy != AUTO:
@@ -125,7 +126,7 @@ def requested(schedule: str | PathLike[str] | None, memory: float | None, costs:
 
 
 def read_schedule(path: str) -> Schedule:
-    """`schedule_in`, but PP-E216 for a file that cannot be read."""
+    """As `schedule_in`, but raises ScheduleError (PP-E216) also for a file that cannot be read."""
     try:
         return schedule_in(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -135,19 +136,19 @@ def read_schedule(path: str) -> Schedule:
 
 
 def schedule_in(path: str) -> Schedule:
-    """The compute-only schedule in a file. Raises ScheduleError for what is none, OSError and UnicodeDecodeError."""
+    """The compute-only schedule in a file. Raises ScheduleError for other content, OSError and UnicodeDecodeError."""
     text = read_text(path, _MOST_READ).removeprefix("\ufeff")  # a byte order mark, which spreadsheets write
     schedule = Schedule.from_csv(text)
     if any(action.op in MESSAGES for row in schedule.actions for action in row):
         message = f"{path} holds messages; ppctl places its own: give the forwards and backwards alone"
         raise ScheduleError(Problem(CODE, message))
-    there = sum(map(len, schedule.actions))
+    present = sum(map(len, schedule.actions))
     wanted = schedule.placement.num_stages * schedule.num_microbatches
-    if wanted > max(there, _MOST_WANTED):  # a slip in one number: what is missing cannot be listed
+    if wanted > max(present, _MOST_WANTED):  # a mistake in one number: the missing actions cannot be listed
         largest = max((action for row in schedule.actions for action in row), key=lambda each: max(each.mb, each.stage))
         message = (
             f"{path} lacks forwards: {schedule.placement.num_stages:,} stages and {schedule.num_microbatches:,} "
-            f"microbatches, as in {largest}, need {wanted:,}, and it has {there:,} actions"
+            f"microbatches, as in {largest}, need {wanted:,}, and it has {present:,} actions"
         )
         raise ScheduleError(Problem("PP-E310", message))
     rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)

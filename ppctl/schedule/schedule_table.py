@@ -24,7 +24,7 @@ def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
     """The order of one rank's forwards as (microbatch, chunk): group by group, in a group chunk by chunk. The last
-    group takes what is left. Backwards run in the same order with chunk `num_model_chunks - 1 - chunk`."""
+    group has the remaining ones. Backwards run in the same order with chunk `num_model_chunks - 1 - chunk`."""
     size = microbatch_group_size_per_vp_stage
     return [
         (mb, chunk)
@@ -58,7 +58,7 @@ def warmup_counts(
     overlap_moe_expert_parallel_comm: bool = False,
 ) -> WarmupCounts:
     """How many forwards a rank runs before its first backward: the arithmetic of Megatron's get_pp_rank_microbatches.
-    `interleaved` is what Megatron asks of its virtual size: given, even 1, means interleaved."""
+    `interleaved`: whether Megatron's virtual size is given, even as 1."""
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total
@@ -74,7 +74,7 @@ def warmup_counts(
 
 
 def in_turn(forwards: Sequence[_T], backwards: Sequence[_T], warmup: int) -> list[_T]:
-    """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then forward and backward in turn, then the remaining backwards."""
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
     return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[steady:]]

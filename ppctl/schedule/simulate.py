@@ -1,4 +1,4 @@
-"""(Schedule, Costs) -> Trace, and what is read off it: the critical path, time slots; what a schedule holds at once."""
+"""(Schedule, Costs) -> Trace, and results from traces: the critical path, time slots, activations in flight."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ppctl.schedule.trace import Span, Trace, new_span
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds per stage and microbatch, in model order, and seconds per message. A split backward takes half of
-    `backward` for each half unless `input_gradient` and `weight_gradient` are given. A message takes `message`, or what
-    `messages` says for its channel; the messages of a channel go one after another."""
+    `backward` for each half unless `input_gradient` and `weight_gradient` are given. A message takes `message`, or its
+    channel's entry in `messages`; the messages of a channel go one after another."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -61,8 +61,8 @@ class Costs:
         }
 
     def saved(self, pairs: Iterable[Pair]) -> dict[Action, float]:
-        """Seconds by which pairs' actions are shorter than alone: the two take what both compute or what both exchange,
-        at `overlapped_link`, whichever is longer, and no less than either alone."""
+        """Seconds by which pairs' actions are shorter than alone: a pair takes the sum of its computations, or of its
+        exchanges at `overlapped_link`, whichever is longer, and no less than either action alone."""
         if self.exchanges is None:
             return {}
         seconds, less = self.seconds(), dict[Action, float]()
@@ -77,11 +77,11 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Trace:
-    """When every F, B, I, W and REDUCE_GRAD would run; messages take time but are no spans.
+    """The trace of every F, B, I, W and REDUCE_GRAD; messages take time but are no spans.
 
     A lowered schedule runs with its messages and capacities; in a compute-only schedule every message is sent and
-    received immediately. The two actions of a pair hide each other's exchanges (`Costs.saved`). Raises ScheduleError
-    if the schedule deadlocks (`verify` says why).
+    received immediately. The two actions of a pair hide each other's exchanges (`Costs.saved`). Raises ScheduleError if
+    the schedule deadlocks (`verify` says why).
     """
     return traced(schedule, run_of(schedule, costs))
 
@@ -93,7 +93,7 @@ def traced(schedule: Schedule, run: Execution) -> Trace:
 
 
 def timed(schedule: Schedule) -> list[list[Action]]:
-    """By pp_rank, the actions that an `Execution` has times of: all but messages."""
+    """By pp_rank, the actions with times in an `Execution`: all but messages."""
     return [[action for action in row if action[0] in TIMED] for row in schedule.actions]
 
 
@@ -107,7 +107,7 @@ def run_of(schedule: Schedule, costs: Costs) -> Execution:
 
 
 def attempted(schedule: Schedule, costs: Costs) -> Execution:
-    """`run_of` also of a schedule that deadlocks: ranks that did not finish are in `stuck`."""
+    """As `run_of`, also for a schedule that deadlocks: ranks that did not finish are in `stuck`."""
     message, saved = (lambda channel: costs.messages.get(channel, costs.message)), costs.saved(schedule.pairs)
     return execute(schedule, costs.seconds(), message, saved)
 
@@ -119,14 +119,13 @@ def computing(actions: Sequence[Sequence[Action]], run: Execution) -> list[list[
 
 
 def bubble_of(computed: Sequence[Sequence[float]], run: Execution) -> float:
-    """`bubble_fraction` of a run from its `computing`."""
+    """The `bubble_fraction` of a run, from its `computing`."""
     return 1.0 - sum(chain.from_iterable(computed)) / (len(computed) * run.seconds) if run.seconds else 0.0
 
 
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
-    """Per pp_rank, the most (stage, microbatch) activations alive at once. One is alive from the start of its F to the
-    end of its B, or of its W if the backward is split (`until` INPUT_GRADIENTS: of its I, from when on only what W
-    needs is kept); without a backward it lives only during F."""
+    """Per pp_rank, the most (stage, microbatch) activations alive at once: from the start of F to the end of B, or of W
+    if the backward is split (with `until` INPUT_GRADIENTS to the end of I); without a backward only during F."""
     peaks = []
     for row in schedule.actions:
         ends = {(stage, mb) for op, stage, mb in row if op in until}
@@ -145,14 +144,14 @@ _KINDS = ("forward", "backward", "messages", "gradients")
 
 
 def critical_path(trace: Trace) -> list[Span]:
-    """The spans that end in the last one, in order, each started by the end (and the message) of the one before it."""
+    """The chain of spans up to the last, in order, each started by the end (and the message) of the previous one."""
     rows = trace.rows()
     run = Execution([[span.start for span in row] for row in rows], [[span.end for span in row] for row in rows], {})
     return longest_chain([[span.action for span in row] for row in rows], run)
 
 
 def longest_chain(actions: Sequence[Sequence[Action]], run: Execution) -> list[Span]:
-    """`critical_path` of a run of these `timed` lists."""
+    """The `critical_path` of a run of these `timed` lists."""
     ends, at = run.ends, dict[Action, tuple[int, int]]()
     for pp_rank, row in enumerate(ends):
         at.update(zip(actions[pp_rank], zip(repeat(pp_rank), range(len(row))), strict=False))
@@ -162,7 +161,7 @@ def longest_chain(actions: Sequence[Sequence[Action]], run: Execution) -> list[S
 
     path: dict[Action, Span] = {}
     last = latest((pp_rank, max(range(len(row)), key=row.__getitem__)) for pp_rank, row in enumerate(ends) if row)
-    # Of a file that lies an action may wait for itself.
+    # In a wrong file an action may wait for itself.
     while last is not None and (action := actions[last[0]][last[1]]) not in path:
         pp_rank, index = last
         path[action] = Span(pp_rank, action, run.starts[pp_rank][index], ends[pp_rank][index])
@@ -175,7 +174,7 @@ def longest_chain(actions: Sequence[Sequence[Action]], run: Execution) -> list[S
 
 
 def seconds_by_kind(path: list[Span]) -> dict[str, float]:
-    """How a critical path's time divides: what lies between two spans is a message on its way."""
+    """Kind of action -> seconds on a critical path; time between two spans counts as a message."""
     seconds = dict.fromkeys(_KINDS, 0.0)
     for index, (_, (op, _, _), start, end) in enumerate(path):
         kind = "forward" if op is F else "backward" if op in BACKWARDS else "gradients"
@@ -186,9 +185,9 @@ def seconds_by_kind(path: list[Span]) -> dict[str, float]:
 
 
 def to_slots(schedule: Schedule) -> str:
-    """The CSV of what is computed, without messages and gradient sync, every action in the first slot that it can have.
-    A pair is one cell, in its forward's slot. What torch's `_load_csv(format="compute_only")` and `Schedule.from_csv`
-    read. Raises ScheduleError for a schedule that hangs."""
+    """The CSV of computations, without messages and gradient sync, every action in its first possible slot. A pair is
+    one cell, in its forward's slot. For torch's `_load_csv(format="compute_only")` and `Schedule.from_csv`. Raises
+    ScheduleError for a schedule that hangs."""
     rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
     plain = replace(schedule, actions=rows, capacities={})
     stages = schedule.placement.num_stages

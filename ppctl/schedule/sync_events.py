@@ -1,6 +1,6 @@
-"""Values beside a rank's list, made before it runs: when data parallelism communicates, which forwards are recomputed.
+"""Computed from a rank's list before it runs: when data parallelism communicates, and which forwards are recomputed.
 
-The rules are Megatron's, the actors a user's functions.
+The rules are Megatron's; a user's functions act on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Events = tuple[Sync, ...]
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """One rank's events: before its first action, before and after single ones, and when all messages are through."""
+    """One rank's events: before its first action, before and after actions, and when all messages are delivered."""
 
     start: _Events
     before: Mapping[Action, _Events] = field(default_factory=dict)
@@ -54,14 +54,14 @@ def _of(row: Sequence[Action], ops: Set[Op]) -> list[Action]:
 
 
 def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:
-    """Held for all microbatches but the last, forward and backward."""
+    """The events without a pipeline: held for all microbatches but the last, forward and backward."""
     return SyncPlan((HOLD,), before={_of(row, _FORWARDS)[-1]: (RELEASE,)})
 
 
 def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
-    """One chunk: held until the last backward, which starts the communication itself (`_released`). If gradients are
-    reduced by a function (`reduces`), that is called when all is done, except on the first stage: it ends last, has no
-    bubble left to hide a call in, and lets its last backward do it."""
+    """The events for one chunk: held until the last backward, which starts the communication itself (`_released`). With
+    a function that reduces gradients (`reduces`), it is called after all actions, except on the first stage, which ends
+    last, without a bubble for the call: there the last backward communicates."""
     backwards = _of(row, WEIGHT_GRADIENTS)
     if not backwards:
         return SyncPlan((HOLD,), end=(RELEASE,))
@@ -73,9 +73,8 @@ def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
 
 
 def _released(row: Sequence[Action]) -> dict[Action, _Events]:
-    """The last backward of every stage; of a split one both halves. Gradients that are not put off get their last share
-    in the last I, the others theirs in the last W. Between the two the Ws of earlier microbatches may run, which must
-    not start anything."""
+    """The events around the last backward of every stage, or both halves if it is split: undeferred gradients are
+    complete with the last I, deferred ones with the last W. Ws of earlier microbatches in between start nothing."""
     ends = [{action.stage: action for action in _of(row, ops)} for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)]
     return {action: (RELEASE,) for last in ends for action in last.values()}
 
@@ -83,11 +82,10 @@ def _released(row: Sequence[Action]) -> dict[Action, _Events]:
 def sync_of_chunks(
     row: Sequence[Action], pp_rank: int, *, stages: Sequence[int], reduces: bool, gathers: bool
 ) -> SyncPlan:
-    """Interleaved: released for the last backward of every chunk.
-
-    If functions reduce and gather, they are called `pp_rank` backwards late and `pp_rank` forwards early, so that
-    the ranks, each of which is one action behind the one before, call at about the same time. What a rank has no action
-    left for is called at the end, in chunk order. `stages` are the rank's, in chunk order.
+    """The interleaved events: released for the last backward of every chunk. Functions that reduce and gather are
+    called `pp_rank` backwards late and `pp_rank` forwards early, so that the ranks, each one action behind the
+    previous, call at about the same time. Calls without a remaining action come at the end, in chunk order. `stages`
+    are the rank's, in chunk order.
     """
     backwards = _of(row, WEIGHT_GRADIENTS)
     start = (HOLD, *(Sync(SyncKind.GATHER, stage) for stage in stages[:2] if gathers))
@@ -110,9 +108,8 @@ def sync_of_chunks(
 
 
 def gathers_ahead(row: Sequence[Action]) -> dict[Action, int]:
-    """Before which forwards of a rank's list the weights of which stage begin to be gathered, once a step. Before the
-    forward that stands before the stage's first one, so that they travel beside it; those of the stage that the list
-    begins with, before that."""
+    """Forward of a rank's list -> the stage whose weights begin to be gathered before it, once a step: the forward
+    before the stage's first, so that the gather runs beside it; for the list's first stage its own first forward."""
     forwards = _of(row, _FORWARDS)
     first: dict[int, int] = {}
     for index, action in enumerate(forwards):
@@ -121,7 +118,8 @@ def gathers_ahead(row: Sequence[Action]) -> dict[Action, int]:
 
 
 def _gather_events(forwards: list[Action], pp_rank: int, stages: Sequence[int]) -> dict[Action, _Events]:
-    """Before which forwards the chunks from the third on are gathered: when the chunk before begins, or is about to."""
+    """The gather events of chunks from the third on: before forwards at or shortly before the previous chunk's
+    start."""
     following = dict(pairwise(stages[1:]))
     ahead: dict[Action, _Events] = {}
     for index, action in enumerate(forwards):
@@ -142,7 +140,7 @@ def checkpoint_flags(row: Sequence[Action], partial: int | None, window: int) ->
 
 
 def forwards_in_flight(row: Sequence[Action]) -> int:
-    """How many forwards stand before a rank's first backward; without a backward, one more than there are forwards."""
+    """Forwards in flight before a rank's first backward; without a backward, one more than all forwards."""
     forwards = 0
     for action in row:
         if action.op in BACKWARDS:

@@ -11,16 +11,16 @@ from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
 
 _FIRST = {Op.F: "0", Op.B: "a", Op.I: "a", Op.W: "A"}
 _FIRST_OF_PAIR = "k"
-"""In place of `a` if the backward is paired with the forward in front of it."""
+"""In place of `a` for a backward that is paired with the forward before it."""
 _NARROWEST = 40
 _USUAL = 80
-"""Columns that a terminal has at least: words are not broken for less."""
+"""The least columns of a terminal: words are not broken for narrower ones."""
 
 
 def timeline_text(trace: Trace, width: int = 100, seconds: float | None = None) -> str:
     """The trace drawn in at most `width` columns (at least 40), a line for every stage of every pp_rank.
 
-    They show `seconds` from the step's first action on; None: the whole step.
+    The columns show `seconds` from the step's first action on; None: the whole step.
 
     A column shows what runs in its middle: the last digit of the microbatch, as a digit for a forward and as a letter
     for a backward (`a` is 0, `k` as well if it is paired with the forward in front of it). Dots are the rank's idle

@@ -54,7 +54,7 @@ def longest_span(trace: Trace) -> float:
 
 
 def bubble_rate(trace: Trace) -> float:
-    """1 - (time in F, B, I, W of the busiest pp_rank) / the longest span of one: the bubble of arXiv 2401.10241."""
+    """1 - (time in F, B, I, W of the busiest pp_rank) / (a pp_rank's longest span): arXiv 2401.10241's bubble."""
     longest = longest_span(trace)
     return max(0.0, 1.0 - max(map(busy_time, trace.rows())) / longest) if longest > 0 else 0.0
 
@@ -71,7 +71,7 @@ def bubble_fraction(trace: Trace) -> float:
 
 
 def makers(spans: Iterable[Span]) -> dict[Action, Span]:
-    """Action -> the span on a neighbouring stage that made its input; first stages' forwards have none, nor have Ws."""
+    """Action -> the span on a neighbouring stage that made its input, without first stages' forwards and Ws."""
     listed = [span for span in spans if span.action.op in PASSED_ON]
     made = {(op is F, stage, mb): span for span in listed for op, stage, mb in (span.action,)}
     sources: dict[Action, Span] = {}
@@ -84,11 +84,9 @@ def makers(spans: Iterable[Span]) -> dict[Action, Span]:
 
 
 def message_times(steps: Iterable[Iterable[Span]]) -> dict[Channel, float]:
-    """Median seconds from the end of what makes a message to the start of what uses it, by channel.
-
-    Counted are messages that a rank stood idle for, between two of its actions: sending, waiting and waking up, as a
-    schedule feels them. Other messages give only a bound; a channel that has no message that counts is left out. Spans
-    are on a common clock; each rank's spans are in the order in which it ran them.
+    """Median seconds from the end of the span that makes a message to the start of the span that uses it, by channel.
+    Only messages for which a rank idled between two actions count; others give only a bound, and a channel with no
+    others is left out. Spans are on a common clock, each rank's in the order of execution.
     """
     waits: dict[Channel, list[float]] = {}
     for spans in map(list, steps):

@@ -35,18 +35,18 @@ from ppctl.schedule.executor import Execution, execute
 from ppctl.schedule.pairs import wrong_pairs
 
 _WAITING_SHOWN = 6
-"""How many stuck ranks' rows are shown."""
+"""The most stuck ranks whose rows are shown."""
 _RANKS_SHOWN = 8
-"""How many ranks' rows are shown around a mark."""
+"""The most ranks whose rows are shown around a mark."""
 _BEFORE, _AFTER = 2, 2
 
 
 def verify(schedule: Schedule, run: Execution | None = None, sound: Schedule | None = None) -> list[Problem]:
     """The problems of a schedule; empty means that every rank can run its list to the end.
 
-    `run` is its execution, at whatever costs, if there is one: where ranks are stuck is read there. Of a schedule
-    whose middle repeats the rounds of a `shorter` one, that one's lists are judged: each further round adds the same
-    actions in the same order, shifted. The execution is always that of the whole. `sound` was judged before.
+    `run` is an execution of the schedule at any costs, if there is one, which shows stuck ranks. If the schedule
+    repeats rounds of a `shorter` one, the shorter lists are judged: each further round adds the same actions in the
+    same order. The execution is always of the whole. `sound` is a schedule that was judged before.
 
     The rules: every (stage, microbatch) has one F, and one B or one I and W (in a forward-only schedule neither), on
     the rank that owns the stage and after its dependencies. In a lowered schedule every edge between ranks has its
@@ -77,13 +77,14 @@ def _wrong_lists(schedule: Schedule) -> Iterable[Problem]:
 
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
-    """The stages that add up gradients in another order than the microbatches', each with two actions that show it.
-    Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules."""
+    """The stages that add up gradients in another order than the microbatches', each with two actions as evidence. Such
+    a schedule runs, but its floating-point sums may differ in bits from other schedules'."""
     misplaced: dict[int, tuple[Action, Action]] = {}
     for row in schedule.actions:
         last: dict[tuple[bool, int], Action] = {}
         for action in row:
-            for sums in (INPUT_GRADIENTS, WEIGHT_GRADIENTS):  # I adds, too: all gradients that do not wait for W
+            # I also adds gradients: of weights that are not deferred to W
+            for sums in (INPUT_GRADIENTS, WEIGHT_GRADIENTS):
                 if action.op in sums:
                     before = last.get((sums is INPUT_GRADIENTS, action.stage))
                     if before is not None and before.mb > action.mb:
@@ -97,8 +98,8 @@ _Wanted = dict[tuple[Op, int], Sequence[Action]]
 
 
 def _wanted(schedule: Schedule) -> list[_Wanted]:
-    """The actions that every rank has to run. What a schedule has anywhere (messages, and on trained stages backwards
-    and sync) it has everywhere."""
+    """The actions that every rank has to run. A schedule that has messages anywhere, or backwards and sync on a trained
+    stage, must have them everywhere."""
     place, count = schedule.placement, schedule.num_microbatches
     ops = set().union(*({op for op, _, _ in row} for row in schedule.actions))
     messages, backward = bool(ops & MESSAGES), bool(ops & BACKWARDS)
@@ -126,7 +127,7 @@ def _wanted(schedule: Schedule) -> list[_Wanted]:
 
 
 def _incomplete(schedule: Schedule, wanted: Sequence[set[Action]]) -> Iterator[Problem]:
-    """Per rank: what is missing, what stands there twice, and what does not belong there."""
+    """Per rank: missing, repeated and foreign actions."""
     for pp_rank, (row, own) in enumerate(zip(schedule.actions, wanted, strict=True)):
         present = set(row)
         if missing := sorted(own - present):
@@ -143,7 +144,7 @@ def _incomplete(schedule: Schedule, wanted: Sequence[set[Action]]) -> Iterator[P
 
 
 def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
-    """The reason why `action` does not belong in this rank's list; call it only for such an action."""
+    """The reason why `action` does not belong in this rank's list; call it only for an action that does not."""
     op, stage, mb = action
     place = schedule.placement
     if not 0 <= stage < place.num_stages:
@@ -162,7 +163,7 @@ _Lanes = dict[tuple[Op, int], list[int]]
 
 
 def _lanes_of(row: Sequence[Action], wanted: _Wanted, count: int) -> _Lanes | None:
-    """Where a rank's list has each action, of `count` microbatches; None unless it has the wanted ones, each once."""
+    """The index of each action in a rank's list of `count` microbatches; None unless it has each wanted action once."""
     at = dict(zip(row, range(len(row)), strict=True))
     if len(at) < len(row) or len(row) != sum(map(len, wanted.values())):
         return None
@@ -172,7 +173,7 @@ def _lanes_of(row: Sequence[Action], wanted: _Wanted, count: int) -> _Lanes | No
             found = list(map(at.__getitem__, actions))
         except KeyError:
             return None
-        if len(found) < count:  # of those that are split, or REDUCE_GRAD, once for all microbatches
+        if len(found) < count:  # split backwards, or REDUCE_GRAD, which is once for all microbatches
             some = dict(zip((action.mb for action in actions), found, strict=True))
             found = [some.get(mb, some.get(-1, -1)) for mb in range(count)]
         lanes[key] = found
@@ -180,11 +181,11 @@ def _lanes_of(row: Sequence[Action], wanted: _Wanted, count: int) -> _Lanes | No
 
 
 def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem]:
-    """Per rank: actions that stand before one of the same list that they need."""
+    """Per rank: actions that come before an action of the same list that they need."""
     split, stages = schedule.split, range(schedule.placement.num_stages)
     mbs = range(schedule.num_microbatches if split else 1)
     examples = [{((s, mb) in split, (s + 1, mb) in split): mb for mb in mbs}.values() for s in stages]
-    """By stage one microbatch of every kind: microbatches that are split alike need the same actions."""
+    """By stage one microbatch of every kind: microbatches that are split equally need the same actions."""
     for pp_rank, own in enumerate(lanes):
         early: list[tuple[int, Action, Action]] = []
         for (op, stage), at in own.items():
@@ -210,7 +211,7 @@ def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem
 def _edges_of(
     schedule: Schedule, lanes: Sequence[_Lanes], way: Callable[[Channel], Channel]
 ) -> dict[Channel, list[Edge]]:
-    """The edges whose messages are in the lists, by `way` of their channels."""
+    """The edges whose messages are in the lists, by `way(channel)`."""
     edges: dict[Channel, list[Edge]] = {}
     for edge in schedule.edges:
         if (edge.receive, edge.receiver) in lanes[edge.channel.target]:
@@ -247,7 +248,7 @@ def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Probl
         posted = sorted(chain.from_iterable(own[edge.receive, edge.receiver] for edge in edges))
         users = (own.get((op, edge.receiver), ()) for edge in edges for op in edge.ops)
         used = sorted(at for at in chain.from_iterable(users) if at >= 0)
-        # A receive has a slot if the use of the one so many before it stands ahead of it.
+        # A receive has a slot if the message `slots` before it is used earlier in the list.
         if any(map(lt, posted[slots:], used)):
             beyond = next(at for at, free in zip(posted[slots:], used, strict=False) if at < free)
             needs = schedule.actions[channel.target][beyond]
@@ -255,7 +256,7 @@ def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Probl
 
 
 def _hanging(schedule: Schedule, run: Execution | None) -> list[Problem]:
-    """The deadlock, if there is one: where every rank that is stuck waits, and for what."""
+    """The problem of a deadlock, if there is one: where every stuck rank waits, and for what."""
     nothing = dict.fromkeys(TIMED, [0.0] * schedule.placement.num_stages)
     stuck = (run or execute(schedule, nothing, lambda channel: 0.0)).stuck
     if not stuck:
@@ -271,7 +272,7 @@ def _hanging(schedule: Schedule, run: Execution | None) -> list[Problem]:
 
 
 def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:
-    """The event that would set a stuck rank free."""
+    """The event that would free a stuck rank."""
     row, place = schedule.actions[pp_rank], schedule.placement
     action = row[index]
     if schedule.batched and action.op in MESSAGES:

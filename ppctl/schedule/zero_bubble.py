@@ -1,10 +1,10 @@
 """Schedules that split the backward: input gradients early, weight gradients where a rank would idle.
 
-ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (ZB-H1 for several
-chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank
-and written as phases of short words, `F1` for a forward of the rank's second stage. V-Half and V-Min (arXiv 2405.15362)
-are building blocks, the four starts of one microbatch on a rank, that repeat every six slots: from a block follows how
-late a rank may run its forwards, and so how many activations it holds.
+ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241) and torch's three: interleaved zero-bubble (ZB-H1 for several chunks), ZBV
+(the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank and written as
+phases of short words, `F1` for a forward of the rank's second stage. V-Half and V-Min (arXiv 2405.15362) repeat a
+building block, the four starts of one microbatch on a rank, every six slots: the block determines how late a rank runs
+its forwards, and so how many activations it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int
 
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds as much as the first rank. One chunk.
+    """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds as much as the first. One chunk.
     Bubble time (pp - 1)(tf + tb - tw) if tw is at most tf and tb, with as much memory as 1F1B's first rank."""
     return _on_a_loop("zb_h1", pp, 1, num_microbatches, group)
 
@@ -39,7 +39,8 @@ def zb_h2(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 
 def _on_a_loop(name: str, pp: int, vpp: int, num_microbatches: int, group: int, times: int = 1) -> Schedule:
-    """Rank r warms up with `times` forwards for every rank after it, and is `times` r backwards late with its Ws."""
+    """The schedule in which rank r warms up with `times` forwards per rank after it, and runs Ws `times` r backwards
+    late."""
     table = get_schedule_table(num_microbatches, vpp, group)
     rows = []
     for pp_rank in range(pp):
@@ -63,7 +64,7 @@ def fills_zbv(pp: int) -> int:
 def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZBV: down and up a V with as many activations in flight as 1F1B, every backward split."""
     full = max(num_microbatches, fills_zbv(pp))
-    """Fewer cannot fill the V: the list for this many is made, and what does not exist left out."""
+    """Fewer cannot fill the V: the list for this many is made, and missing microbatches are left out."""
 
     def row(pp_rank: int, words: _Words) -> None:
         words.add("F0", 2 * (pp - pp_rank) - 1)
@@ -86,18 +87,18 @@ def fills_dualpipev(pp: int) -> int:
 
 def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """DualPipeV: in its main phase a rank's two stages take turns, one's forward paired with the other's backward. At
-    most 2 pp + 1 activations of half a rank each are in flight. At its end rank r puts r + 1 weight gradients off:
-    `passes.run_weights_sooner` leaves it fewer."""
+    most 2 pp + 1 activations of half a rank each are in flight. At its end rank r defers r + 1 weight gradients;
+    `passes.run_weights_sooner` can reduce this."""
 
     def row(pp_rank: int, words: _Words) -> None:
         behind = pp - 1 - pp_rank
         words.add("F0", 2 * behind)
         words.add("F0 F1", pp_rank + 1)
         words.add("I1 W F1", behind)
-        words.add("F0 B1 F1+B0", 1 - min(behind, 1))  # the last rank's first: all others wait for it
+        words.add("F0 B1 F1+B0", 1 - min(behind, 1))  # the last rank's comes first: all others wait for it
         words.add("F0+B1 F1+B0", num_microbatches - fills_dualpipev(pp) + pp_rank + min(behind, 1))
         words.add("B1 F1+B0", behind)
-        whole = (pp_rank + 1) // 2  # B's of the last pairs; the other backwards leave W for the end
+        whole = (pp_rank + 1) // 2  # whole backwards of the last pairs; the others leave W for the end
         words.add("B1 B0", whole)
         words.add("B1 I0" if pp_rank % 2 == 0 else "I1 I0")
         words.add("I1 I0", pp_rank - whole)
@@ -111,7 +112,7 @@ _new_pair = partial(tuple.__new__, Pair)
 
 
 class _Words:
-    """A rank's list while it is made: every word counts its own microbatches. A bare `W` is the oldest that is owed,
+    """A rank's list while it is made: every word counts its own microbatches. A bare `W` is the oldest deferred one,
     and `F0+B1` is a pair."""
 
     def __init__(self, stages: tuple[int, ...], count: int) -> None:
@@ -133,7 +134,7 @@ class _Words:
                 self.actions.append(self.owed.popleft())
 
     def _rounds(self, words: list[str], times: int) -> None:
-        """Add so many rounds of words, each of which counts microbatches of its own, at C speed."""
+        """Add `times` rounds of words, each of which counts its own microbatches, at C speed."""
         columns, owed = list[Sequence[Action]](), list[Sequence[Action]]()
         for word in words:
             own = list[Sequence[Action]]()
@@ -153,7 +154,7 @@ class _Words:
 
 @cache
 def _parsed(word: str) -> tuple[Op, int, str]:
-    """The operation of a word, the chunk, and the series whose microbatches it counts: B and I are one."""
+    """(the operation of a word, the chunk, the series whose microbatches it counts); B and I are one series."""
     op = Op(word[0])
     return op, int(word[1]), ("I" if op in INPUT_GRADIENTS else op) + word[1]
 
@@ -177,7 +178,7 @@ _INTERVAL = 6
 
 
 class _Block(NamedTuple):
-    """In which slots microbatch 0 starts on a rank: `down` is the rank's first stage, `up` its second."""
+    """The slots in which microbatch 0 starts on a rank: `down` is the rank's first stage, `up` its second."""
 
     forward_down: int
     forward_up: int
@@ -186,9 +187,8 @@ class _Block(NamedTuple):
 
 
 def v_half(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """V-Half: at most 2 (pp // 2 + 1) chunks in flight, about half of 1F1B's, and at most half of its bubble. The
-    bubble is that if F, I and W take equal times. For any number of microbatches it stays what it is for a few, as long
-    as 2 F <= W + 2 I and 2 I <= W + 2 F."""
+    """V-Half: at most 2 (pp // 2 + 1) chunks in flight, about half of 1F1B's, and at most half of its bubble. It holds
+    for equal F, I and W. It does not grow with the number of microbatches if 2 F <= W + 2 I and 2 I <= W + 2 F."""
     gap = 3 if pp % 2 == 0 else 0
     blocks = [_Block(2 * r, 3 * pp - r - 2, 3 * pp + gap + 2 * r - 1, 6 * pp + gap - r - 2) for r in range(pp)]
     return _repeated("v_half", blocks, 2 * ((pp + 2) // 2), num_microbatches)
@@ -196,19 +196,18 @@ def v_half(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 def v_min(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """V-Min: at most 2 ((pp + 4) // 3) chunks in flight, about a third of 1F1B's, and two thirds of its bubble. The
-    bubble is that if F, I and W take equal times: 2 (pp - 1) of one of them, and (pp - 4) / 6 more if pp is 1 more than
-    a multiple of 3. If they differ, it grows with the number of microbatches."""
+    bubble holds for equal times of F, I and W: 2 (pp - 1) of one of them, and (pp - 4) / 6 more if pp is 1 more than a
+    multiple of 3. For different times it grows with the number of microbatches."""
     gap = 2 if pp % 3 == 0 else 0
     blocks = [_Block(r, 2 * pp - r - 1, 2 * pp + gap + r, 4 * pp + gap - r - 1) for r in range(pp)]
     return _repeated("v_min", blocks, 2 * ((pp + 4) // 3), num_microbatches)
 
 
 def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int) -> Schedule:
-    """The block repeated, and squeezed: slot by slot every rank runs what is due first of all that it can run.
-
-    A weight gradient runs if nothing else can. A rank holds at most `most` (stage, microbatch) activations, of which
-    its first stage leaves as many to its second as the block has between that one's F and I. So nothing can hang: all
-    that the oldest unfinished microbatch needs next is there, and it has room on either stage.
+    """The block repeated, and squeezed: slot by slot every rank runs the runnable action that is due first. A weight
+    gradient runs if nothing else can. A rank holds at most `most` (stage, microbatch) activations, of which its first
+    stage leaves as many to its second as the block has between the second's F and I. So nothing can hang: the oldest
+    unfinished microbatch has its inputs, and room on either stage.
     """
     placement = Placement("v", len(blocks), 2 * len(blocks))
     done: _Done = {op: [0] * placement.num_stages for op in (Op.F, Op.I, Op.W)}
@@ -218,7 +217,7 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
     ]
     left = 3 * placement.num_stages * num_microbatches
     while left:
-        # All ranks choose before any of them is through: what one does in this slot is of use from the next one on.
+        # All ranks choose before any finishes: results of this slot can be used from the next slot on.
         chosen = [(rank, unit) for rank in ranks if (unit := rank.next()) is not None]
         for rank, unit in chosen:
             rank.run(*unit)
@@ -227,12 +226,12 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
 
 
 _Done = dict[Op, list[int]]
-"""F, I and W -> how many microbatches each stage is through with."""
+"""F, I and W -> how many microbatches each stage has finished."""
 
 
 @dataclass(slots=True)
 class _OpenRow:
-    """One rank's list while it is made: which actions may run in the next slot, and which of them is due first."""
+    """One rank's list while it is made: the actions that may run in the next slot, and which is due first."""
 
     stages: tuple[int, ...]
     block: _Block
@@ -241,10 +240,10 @@ class _OpenRow:
     done: _Done
     row: list[Action] = field(default_factory=list)
     owed: deque[int] = field(default_factory=deque)
-    """The stages of which a weight gradient is deferred, the oldest first."""
+    """The stages of the deferred weight gradients, the oldest first."""
 
     def next(self) -> tuple[Op, int] | None:
-        """The operation and the stage to run next; None if all that is left waits for other ranks."""
+        """The operation and the stage to run next; None if all remaining actions wait for other ranks."""
         down, up = self.stages
         forward, gradient, weights = self.done.values()
         held_down, held_up = forward[down] - weights[down], forward[up] - weights[up]
@@ -265,9 +264,9 @@ class _OpenRow:
         return (Op.W, self.owed[0]) if self.owed else None
 
     def _behind(self, through: list[int], stage: int, source: int) -> bool:
-        """Whether `stage` has a microbatch left to do that `source` is through with; the model's ends have all."""
-        there = through[source] if 0 <= source < len(through) else self.num_microbatches
-        return through[stage] < there
+        """Whether `stage` has a microbatch left that `source` has finished; the model's ends have all."""
+        finished = through[source] if 0 <= source < len(through) else self.num_microbatches
+        return through[stage] < finished
 
     def run(self, op: Op, stage: int) -> None:
         through = self.done[op]

@@ -1,6 +1,6 @@
 """The answer of a search as data: the best configuration of every division of the ranks, and why others were not taken.
 
-Knows what limits a step, and what a choice would cost at least. Must not know how text looks.
+Knows what limits a step, and the least cost of a choice. Must not know the form of text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ppctl.search.space import AXES, CHANGED, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
 BAND = 0.105
-"""Within this share of the first, plans do not say which is faster: the median error of `BAND_SOURCE`."""
+"""Within this share of the first, plans cannot say which is faster: the median error of `BAND_SOURCE`."""
 BAND_SOURCE = "published steps held out by model, 2026-11-26"
 
 
@@ -34,13 +34,13 @@ class AnswerRow(NamedTuple):
 
     planned: Planned
     shares: dict[str, float]
-    """Share of a step's time by what it is spent on beside computing everything once."""
+    """Kind of work -> its share of a step's time, beside computing everything once."""
     alike: tuple[Configuration, ...]
-    """Others that take as long, and differ in context parallelism and microbatch only."""
+    """Other configurations that take as long and differ only in context parallelism and microbatch."""
 
     @property
     def limit(self) -> str:
-        """The part of a step without which it would gain most."""
+        """The largest of the shares, by name."""
         name = max(self.shares, key=self.shares.__getitem__)
         return name if self.shares[name] >= 0.05 else "compute"
 
@@ -52,8 +52,8 @@ def rows(search: Search) -> list[AnswerRow]:
         best.setdefault(planned.configuration[: len(AXES)], planned)
     groups: dict[tuple[Any, ...], list[Planned]] = {}
     for planned in best.values():
-        of = planned.configuration._replace(cp=1, micro_batch_size=1)
-        groups.setdefault((planned.order[0], of), []).append(planned)
+        key = planned.configuration._replace(cp=1, micro_batch_size=1)
+        groups.setdefault((planned.order[0], key), []).append(planned)
     return [
         AnswerRow(first, shares(search.space, first), tuple(other.configuration for other in more))
         for first, *more in list(groups.values())[:ROWS]
@@ -61,7 +61,7 @@ def rows(search: Search) -> list[AnswerRow]:
 
 
 def shares(space: SearchSpace, planned: Planned) -> dict[str, float]:
-    """Share of a step's time by what it is spent on, beside computing everything once."""
+    """Kind of work -> its share of a step's time, beside computing everything once."""
     plan, timing, step = planned.plan, planned.plan.timing, planned.plan.step_time_s
     layers = [layer for stage in plan.stages for layer in stage.layers]
     exchanged, again = in_layers(space.values_of(planned.configuration).config, plan.sizes, layers)
@@ -76,7 +76,7 @@ def shares(space: SearchSpace, planned: Planned) -> dict[str, float]:
 
 
 def in_layers(config: RunConfig, sizes: ParallelSizes, layers: Sequence[Layer]) -> tuple[float, float]:
-    """Shares of the time of `layers` that are exchanges between ranks, and computing again."""
+    """(share of exchanges between ranks, share of recomputation) of the time of `layers`."""
     setting = setting_of(config, sizes, config.train.micro_batch_size)
     machine, kinds = machine_for(config, setting), Counter(layer_kinds(config.model, layers))
     again = None if config.train.recompute_granularity == "full" else recomputed_modules(config.train, 0)
@@ -95,26 +95,26 @@ def in_layers(config: RunConfig, sizes: ParallelSizes, layers: Sequence[Layer]) 
 EXCHANGES = "exchanges inside layers"
 _LINKS, _PRODUCTS = ("fast_link", "network", "host_link"), ("bf16_flops", "fp8_flops", "fp4_flops")
 PRICES = {"links": _LINKS, "memory": ("memory_bandwidth",), "products": _PRODUCTS}
-"""Prices that are moved -> a device's rates."""
+"""Price that is changed -> a device's rates."""
 
 
 def moved(search: Search, listed: Sequence[AnswerRow]) -> dict[tuple[str, ...], int]:
-    """Prices that are a tenth slower, one of `PRICES` or two (the third is faster then) -> the row that is first;
-    nothing with measured costs."""
+    """Prices made a tenth slower (one of `PRICES`, or two with the third faster) -> the row that is first then; nothing
+    with measured costs."""
     if not listed or search.tree.measured is not None:
         return {}
     firsts = {}
     for slower in chain.from_iterable(combinations(PRICES, number) for number in (1, 2)):
         best = step_seconds(search.space, listed[0].planned, slower), 0
         for number, row in enumerate(listed[1:], 1):
-            if row.planned.plan.step_time_s < best[0]:  # else it is slower as it is, and nothing gets faster
+            if row.planned.plan.step_time_s < best[0]:  # others are slower already, and nothing gets faster
                 best = min(best, (step_seconds(search.space, row.planned, slower), number))
         firsts[slower] = best[1]
     return firsts
 
 
 def step_seconds(space: SearchSpace, planned: Planned, slower: Sequence[str]) -> float:
-    """Seconds of a planned step with these of `PRICES` a tenth slower: stages priced, the schedule run again."""
+    """Seconds of a planned step with the prices `slower` a tenth slower: stages priced and the schedule run again."""
     values, plan = space.values_of(planned.configuration), planned.plan
     device = device_of(values.config)
     rates = {rate: getattr(device, rate) / 1.1 for name in slower for rate in PRICES[name]}
@@ -130,12 +130,12 @@ class Other(NamedTuple):
     axis: str
     value: int
     seconds: float | None
-    """The least that a step takes with it; None if nothing with it fits."""
+    """The least seconds of a step with the value; None if nothing with it fits."""
     planned: bool
     """Whether these are the seconds of a plan, and not a bound."""
     reason: str
     share: float
-    """On what such a step spends most beside computing, and how much; without a plan exchanges inside layers."""
+    """(the largest share of the plan's step beside computing, how much); without a plan exchanges inside layers."""
 
 
 def others(search: Search) -> Iterator[Other]:
@@ -151,7 +151,7 @@ def others(search: Search) -> Iterator[Other]:
 
 
 def _other(search: Search, at: int, value: int) -> Other:
-    """The best that is known of a value of an axis."""
+    """The best known result for a value of an axis."""
     plans = [each for each in search.found if each.configuration[at] == value]
     branches = [branch for branch in search.tree.heap if branch.parts[0][at] == value]
     bound = min(branches, default=None)
@@ -161,8 +161,8 @@ def _other(search: Search, at: int, value: int) -> Other:
         return Other(AXES[at], value, plans[0].plan.step_time_s, True, reason, spent[reason])
     if bound is None:
         return Other(AXES[at], value, None, False, "", 0.0)
-    of = bound.parts[0]
-    sizes, values = search.space.sizes(of), search.space.values_of(of)
+    configuration = bound.parts[0]
+    sizes, values = search.space.sizes(configuration), search.space.values_of(configuration)
     share = 0.0 if sizes is None else in_layers(values.config, sizes, search.tree.whole.layers[0])[0]
     return Other(AXES[at], value, bound.seconds, False, EXCHANGES, share)
 
@@ -178,7 +178,7 @@ class Change(NamedTuple):
 
 
 def against(search: Search, asked: ConfigValues) -> list[Change]:
-    """The configuration of `asked` first, then with each value that the first of the answer has instead."""
+    """The configuration of `asked`, then with each differing value of the fastest configuration in turn."""
     first = search.space.values_of(search.found[0].configuration)
     apart = [{key: first[key] for key in keys if first[key] != asked[key]} for keys in CHANGED]
     return [_changed(asked, {}), *(_changed(asked, words) for words in apart if words)]

@@ -48,7 +48,7 @@ class StagePrices:
         train = self.config.train
         several = (train.recompute_num_layers or 1) > 1 or train.recompute_method == "block"
         self._by_place = several or train.recompute_stages is not None
-        """Whether it depends on the layers around one what it computes again."""
+        """Whether a layer's recomputation depends on the layers around it."""
         once = values.overridden({GRANULARITY: None}).config if self._by_place else values.config
         self._least = pricer(once, sizes, micro_batch_size, measured)
         self._layers = dict(zip(layer_kinds(self.config.model, whole.layers[0]), whole.layers[0], strict=True))
@@ -70,8 +70,8 @@ class StagePrices:
         return self._alive[like]
 
     def sample_seconds(self, *, hidden: bool) -> dict[Kind, tuple[float, float]]:
-        """The least seconds of a sample's forward and backward in a layer of a kind, in microbatches of this size and
-        so in smaller ones; `hidden` without exchanges."""
+        """Kind of layer -> the least seconds of a sample's forward and backward, in microbatches of this size or
+        smaller; `hidden`: without exchanges."""
         number, least = self.setting.micro_batch_size, {}
         for kind, layer in self._layers.items():
             if kind not in self._costs:
@@ -83,8 +83,8 @@ class StagePrices:
 
     @cached_property
     def sample_bytes(self) -> dict[Kind, tuple[float, float]]:
-        """The least bytes of a sample that a layer of a kind keeps, in microbatches of this size and so in smaller
-        ones, from its forward to its backward, and between the halves of a split one."""
+        """Kind of layer -> the least bytes that it keeps of a sample, in microbatches of this size or smaller: from
+        forward to backward, and between the halves of a split backward."""
         model, setting, least = self.config.model, self.setting, {}
         for kind, layer in self._layers.items():
             pieces = stage_pieces(model, (layer,), setting, 0, self._bytes_of_kind).by_place
@@ -95,7 +95,7 @@ class StagePrices:
 
 
 class Division:
-    """Room, state, and the optimizer's step, which depend on how many replicas there are."""
+    """Memory room, state, and the optimizer's step, which depend on the number of replicas."""
 
     def __init__(self, config: RunConfig, sizes: ParallelSizes) -> None:
         self.config, self.sizes = config, sizes
@@ -105,21 +105,21 @@ class Division:
         setting = setting_of(config, sizes, 1)
         self._machine = machine_for(config, setting)
         self.partial = setting.allocator.backward
-        """Whether gradients that ranks share are counted only while they are there."""
+        """Whether sharded gradients are counted only while they exist."""
         self.by_layers = config.cost.stack == MEGATRON
-        """Whether weights and gradients under `full` sharding are there for a layer at a time."""
+        """Whether weights and gradients under `full` sharding exist for a layer at a time."""
         self._states: dict[Hashable, tuple[list[State], float]] = {}
 
     def state(self, cut: Cut, own: Sequence[int], sharding: str) -> State:
-        """Bytes of the state of a rank's stages; Muon's optimizer may hold as good as none of it."""
+        """Bytes of the state of a rank's stages, at least: Muon's optimizer state may be almost nothing."""
         trained = sum((cut.trained[stage] for stage in own), Counter())
         state = state_bytes(trained, self.sizes, self.precision, sharding)
         weights = state.weights + sum(cut.untrained[stage] for stage in own)
         return State(weights, state.gradients, 0 if self.config.optim.name == "muon" else state.optimizer)
 
     def certain(self, state: State, sharding: str) -> int:
-        """Bytes that are there together at some moment under any schedule: all weights, when the first microbatch runs
-        on a rank's last stage, unless they come and go layer by layer."""
+        """Bytes that exist together at some moment under any schedule: all weights, when the first microbatch runs on a
+        rank's last stage, unless weights exist layer by layer."""
         if sharding == "none":
             return state.total
         return state.optimizer + (0 if self.by_layers and sharding == "full" else state.weights)
@@ -140,7 +140,7 @@ class Division:
         return reduction(self.config, trained, self._machine, cost.forward_s + cost.backward_s)
 
     def states(self, cut: Cut, placement: str, sharding: str) -> tuple[list[State], float]:
-        """Bytes of every rank's state while all of it is there, and seconds of the optimizer's step."""
+        """(bytes of every rank's whole state, seconds of the optimizer's step)."""
         key = cut.vpp, placement, sharding
         if key not in self._states:
             known = {tuple(cut.like[stage] for stage in own): own for own in cut.ranks[placement]}
@@ -150,7 +150,7 @@ class Division:
         return self._states[key]
 
     def _updating(self, state: State, sharding: str) -> float:
-        """Seconds of the optimizer's step over what is certainly there."""
+        """Seconds of the optimizer's step over the certain part of the state."""
         weights = 0 if sharding == "full" else state.weights
         return optimizer_seconds(
             *(weights, state.gradients if sharding == "none" else 0, state.optimizer),
@@ -159,13 +159,13 @@ class Division:
 
 
 def hides(config: RunConfig, row: Policy) -> bool:
-    """Whether a policy's schedules have pairs that hide exchanges: not in batches, for which the whole rank waits."""
+    """Whether a policy's schedules have pairs that hide exchanges; not with batches, for which the whole rank waits."""
     own = row.placement == "v" or config.parallel.overlap_moe_expert_parallel_comm
     return row.pairs and own and not in_batches(config)
 
 
 Pace = tuple[float, float]
-"""Seconds that a schedule call takes at least: once, and for every microbatch."""
+"""The least seconds of a schedule call: (once, per microbatch)."""
 
 
 def called(each: Iterable[Pace], num_microbatches: int) -> float:
@@ -183,8 +183,8 @@ def paces(
     *,
     waits: bool,
 ) -> list[Pace]:
-    """The paces of the pipeline as a whole and of its ranks under a policy, from the seconds of stages. A rank that
-    waits for batches of messages is busy with them."""
+    """The paces of the whole pipeline and of its ranks under a policy, from the seconds of stages. Batches of messages
+    count as a rank's busy time."""
     back_hops = [hop if stage >= cut.frozen else 0.0 for stage, hop in enumerate(hops)]
     ahead = [0.0, *accumulate(map(sum, zip(forwards, hops, strict=True)))]
     behind = [0.0, *accumulate(map(sum, zip(backwards, back_hops, strict=True)))]
@@ -228,7 +228,7 @@ class PipelineBounds:
         return max((exchanged / seconds for exchanged, seconds in each if seconds), default=0.0)
 
     def seconds(self, num_microbatches: int, policy: str) -> float:
-        """The least of a schedule call, in closed form."""
+        """The least seconds of a schedule call, in closed form."""
         row = POLICIES[policy]
         key = row.placement, row.splits, hides(self.share.config, row)
         if key not in self._paces:
@@ -250,9 +250,9 @@ class PipelineBounds:
         return self.share.setting.micro_batch_size * sum(number * one[kind][1] for kind, number in kinds.items())
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
-        """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the
-        longest of sums that each grow evenly with the rounds, so that no later round adds less. 0 if it hangs, and
-        for the policy that has no rounds."""
+        """Seconds of a schedule call from a few rounds, all others counting as the last of these: a step is the longest
+        of sums that grow evenly with rounds, so no later one adds less. 0 if it hangs, and for the policy without
+        rounds."""
         costs, pp, number = simulation_costs(self.costs, self._stages(rounds)), self.cut.pp, rounds.number
         more = -(-(num_microbatches - number) // pp)
         if rounds.every and more:
@@ -265,7 +265,7 @@ class PipelineBounds:
         return spent[0] + more * (spent[0] - spent[-1])
 
     def _stages(self, rounds: Rounds) -> list[StageSpec]:
-        """Where each stage is, without what it sends."""
+        """The places of the stages, without messages."""
         place = rounds.plain.placement
         spots = [(stage, place.rank_of(stage), place.chunk_of(stage)) for stage in range(len(self.costs))]
         return [StageSpec(*spot, held, (), (), 0, 0, 0) for spot, held in zip(spots, self.cut.layers, strict=True)]
@@ -282,7 +282,7 @@ class PipelineBounds:
 
     @cached_property
     def _pairs(self) -> list[int]:
-        """Stage -> elements of the layers that are there at once where weights come and go by layers."""
+        """Stage -> elements of the layers whose weights exist together, where weights exist layer by layer."""
         model, layers = self.share.config.model, dict(zip(self.cut.like, self.cut.layers, strict=True))
         at_once = {like: sum(on_device(largest_pair(model, own), self.division.sizes)) for like, own in layers.items()}
         return [at_once[like] for like in self.cut.like]
@@ -290,7 +290,8 @@ class PipelineBounds:
     def _held(
         self, own: tuple[int, ...], state: State, moment: FullestMoment, every: int, splits: bool, sharding: str
     ) -> float:
-        """Bytes of a rank with the stages `own`: under sharding of gradients what stages need comes and goes."""
+        """Bytes of a rank with the stages `own`; with sharded gradients, part of the state exists only in a stage's
+        work."""
         division, held = self.division, float(state.optimizer)
         for number, later, stage in zip(moment.begun, moment.put_off, own, strict=True):
             held += (every or number) * self.costs[stage].activation_bytes
@@ -299,9 +300,9 @@ class PipelineBounds:
             held += self.share.activations(self.cut.layers[runs], runs, self.cut.like[runs]).in_backward
         if sharding == "none" or (sharding != "full" and not division.partial):
             return held + state.weights + state.gradients
-        there = self._pairs if division.by_layers and sharding == "full" else self.elements
-        sizes = [there[stage] for stage in own]
-        summed = sum(size for size, here in zip(sizes, moment.summing, strict=True) if here)
+        elements = self._pairs if division.by_layers and sharding == "full" else self.elements
+        sizes = [elements[stage] for stage in own]
+        summed = sum(size for size, summing in zip(sizes, moment.summing, strict=True) if summing)
         gathered = sum(size for size, number in zip(sizes, moment.begun, strict=True) if number)
         weights = division.precision.weight * gathered if sharding == "full" else state.weights
         return held + weights + division.precision.gradient * summed

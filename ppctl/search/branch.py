@@ -1,8 +1,8 @@
 """Branch and bound, best first: the fastest configurations that fit, and the proof that no other is faster.
 
 A branch is a set of configurations with a bound. The branch with the least bound is divided, or planned if it is a
-single configuration, until no bound is below what is known by more than `CLOSE`. Knows what is cut off, and why. Must
-not know how bounds come about, or how plans are shown.
+single configuration, until no bound is below the best plan by more than `CLOSE`. Knows what is cut off, and why. Must
+not know how bounds are computed or plans are shown.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ppctl.search.space import AXES, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
 CLOSE = 0.02
-"""The share of a step's time by which a configuration must be faster to be looked for."""
+"""The share of a step's time by which a configuration must be faster for the search to go on."""
 ROWS = 10
-"""Divisions of the ranks in an answer, at most."""
+"""The most divisions of the ranks in an answer."""
 
 SINGLE = ("simulated", "plan")
 """Levels of branches that are a single configuration."""
@@ -46,13 +46,13 @@ class Planned(NamedTuple):
     configuration: Configuration
     plan: Plan
     bound: float
-    """The least seconds that a step was known to take."""
+    """The lower bound on its step, in seconds."""
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Its place among others: by seconds in four digits, more than they are worth, then by what is simpler."""
-        of = self.configuration
-        simple = of.cp, of.pp, of.ep, SHARDINGS.index(of.data_parallel_sharding), of.vpp, of
+        """The sort key: seconds in four digits, more than they are worth, then simplicity."""
+        point = self.configuration
+        simple = point.cp, point.pp, point.ep, SHARDINGS.index(point.data_parallel_sharding), point.vpp, point
         return (float(f"{self.plan.step_time_s:.4g}"), *simple)
 
     @property
@@ -63,20 +63,20 @@ class Planned(NamedTuple):
 
 @dataclass
 class Counts:
-    """How many configurations there are, and what became of them."""
+    """The number of configurations, in total and by outcome."""
 
     total: int = 0
     memory: int = 0
-    """That need more memory than there is, by their bound."""
+    """Configurations whose bound needs more memory than there is."""
     rules: int = 0
-    """That a rule forbids."""
+    """Configurations that a rule forbids."""
     planned: int = 0
     left: int = 0
-    """That are in branches whose bound is not below what is known."""
+    """Configurations in branches whose bound is not below the best plan."""
 
     @property
     def undecided(self) -> int:
-        """That are still in branches."""
+        """Configurations still in branches."""
         return self.total - self.memory - self.rules - self.planned
 
 
@@ -104,7 +104,7 @@ class Tree:
         self._known: dict[Any, Any] = {}
         sharded = {} if SHARDING in space.fixed else {SHARDING: "full"}
         self._config = space.values.overridden(sharded).config
-        """With the least exchanges of gradients."""
+        """The Sums with the least exchanges of gradients."""
         model = self._config.model
         layout = even_layout(model.num_layers, 1, model.mtp_num_layers or 0)
         self.whole = Cut(space.values, PipelineParallelLayerLayout(layout, 1))
@@ -123,7 +123,7 @@ class Tree:
         heappush(self.heap, Branch(max(seconds, self._least), self._made, size, level, parts))
 
     def open(self, axes: Configuration) -> None:
-        """A division of the ranks, timed as if its samples came in one microbatch with nothing computed again."""
+        """Add a division of the ranks, bounded as if its samples came in one microbatch without recomputation."""
         space, counts = self.space, self.counts
         sizes = space.sizes(axes)
         if sizes is None:
@@ -142,41 +142,41 @@ class Tree:
         if division.certain(state, sharding) / sizes.pp > division.available:
             counts.memory += size
             return
-        of = axes._replace(recomputation=space.recomputations[0], data_parallel_sharding=sharding)
-        self._add(self._even(of, sizes), size, "of_axes", of, sizes, division, batches)
+        point = axes._replace(recomputation=space.recomputations[0], data_parallel_sharding=sharding)
+        self._add(self._even(point, sizes), size, "of_axes", point, sizes, division, batches)
 
-    def of_axes(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
-        """Every recomputation."""
+    def of_axes(self, point: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
+        """Add a branch for every recomputation."""
         space, size = self.space, self.space.count(sizes) * len(batches)
-        if not space.obeys(next(space.layouts(of._replace(micro_batch_size=batches[0][0]), sizes))):
+        if not space.obeys(next(space.layouts(point._replace(micro_batch_size=batches[0][0]), sizes))):
             self.counts.rules += size * len(space.recomputations)
             return
         for again in space.recomputations:
-            of = of._replace(recomputation=again)
-            self._add(self._even(of, sizes), size, "of_batches", of, sizes, division, batches)
+            point = point._replace(recomputation=again)
+            self._add(self._even(point, sizes), size, "of_batches", point, sizes, division, batches)
 
-    def of_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
-        """Every microbatch size, with the layouts and schedules of which no rank certainly holds too much."""
+    def of_batches(self, point: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
+        """Add a branch for every microbatch size, with the layouts and schedules that may fit the memory."""
         ways, each = self.space.ways(sizes.pp), len(self.space.shardings(sizes))
-        sharding, prices = of.data_parallel_sharding, self._largest(of, sizes)
-        paces = self._paces(of, sizes)
+        sharding, prices = point.data_parallel_sharding, self._largest(point, sizes)
+        paces = self._paces(point, sizes)
         for batch in batches:
-            of = of._replace(micro_batch_size=batch[0])
+            point = point._replace(micro_batch_size=batch[0])
             run = [way for way in ways if batch[1] >= POLICIES[way[1]].needs_microbatches(sizes.pp)]
             fitting: dict[float, list[Way]] = {}
             for vpp, name in run:
-                rounds = self.rounds(of._replace(vpp=vpp, schedule=name), batch[1], FILLED)
+                rounds = self.rounds(point._replace(vpp=vpp, schedule=name), batch[1], FILLED)
                 if division.least(rounds, batch, sharding, prices) <= division.available:
                     seconds = batch[0] * batch[2] * called(paces[vpp, name], batch[1])
                     fitting.setdefault(seconds, []).append((vpp, name, rounds))
             self.counts.rules += (len(ways) - len(run)) * each
             self.counts.memory += (len(run) - sum(map(len, fitting.values()))) * each
             for seconds, alike in fitting.items():
-                self._add(seconds, len(alike) * each, "of_share", of, sizes, division, batch, alike)
+                self._add(seconds, len(alike) * each, "of_share", point, sizes, division, batch, alike)
 
-    def _paces(self, of: Configuration, sizes: ParallelSizes) -> dict[tuple[int, str], list[Pace]]:
+    def _paces(self, point: Configuration, sizes: ParallelSizes) -> dict[tuple[int, str], list[Pace]]:
         """Layout and schedule -> the paces of one sample, without messages and sums of gradients."""
-        prices, known, made = self._largest(of, sizes), {}, {}
+        prices, known, made = self._largest(point, sizes), {}, {}
         for vpp, name in self.space.ways(sizes.pp):
             cut, row = self._cut(sizes.pp, vpp), POLICIES[name]
             hidden = hides(self._config, row)
@@ -190,17 +190,19 @@ class Tree:
         return made
 
     def of_share(
-        self, of: Configuration, sizes: ParallelSizes, division: Division, batch: Batch, ways: list[Way]
+        self, point: Configuration, sizes: ParallelSizes, division: Division, batch: Batch, ways: list[Way]
     ) -> None:
-        """Layouts and schedules, with the ways to divide the optimizer's state."""
-        share = self._share(of, sizes)
+        """Add branches for layouts and schedules, with the ways to divide the optimizer's state."""
+        share = self._share(point, sizes)
         for vpp, group in groupby(ways, key=itemgetter(0)):
-            pipeline = self._once(of._replace(vpp=vpp), partial(PipelineBounds, share, division, self._cut(of.pp, vpp)))
+            pipeline = self._once(
+                point._replace(vpp=vpp), partial(PipelineBounds, share, division, self._cut(point.pp, vpp))
+            )
             for (_, name, rounds), sharding in product(group, self.space.shardings(sizes)):
                 if pipeline.peak(rounds, batch[1], sharding) > division.available:
                     self.counts.memory += 1
                     continue
-                of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+                of_one = point._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
                 self._add(self._step(0.0, of_one, pipeline, batch), 1, "simulated", of_one, pipeline, batch)
 
     def simulated(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
@@ -210,45 +212,45 @@ class Tree:
         self._add(self._step(call, of, pipeline, batch), 1, "plan", of, pipeline, batch)
 
     @staticmethod
-    def _step(call: float, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> float:
-        """Seconds of a step at least, of which a schedule call takes `call` or what it does in closed form."""
-        placement, sharding = POLICIES[of.schedule].placement, of.data_parallel_sharding
+    def _step(call: float, point: Configuration, pipeline: PipelineBounds, batch: Batch) -> float:
+        """The least seconds of a step whose schedule call takes `call`, or its closed form if that is longer."""
+        placement, sharding = POLICIES[point.schedule].placement, point.data_parallel_sharding
         after = pipeline.division.states(pipeline.cut, placement, sharding)[1]
-        return batch[2] * max(call, pipeline.seconds(batch[1], of.schedule)) + after
+        return batch[2] * max(call, pipeline.seconds(batch[1], point.schedule)) + after
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
-    def _share(self, of: Configuration, sizes: ParallelSizes) -> StagePrices:
-        """The costs of stages, whatever pp."""
-        key = of._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
-        values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(of))
-        made = self._once(key, lambda: StagePrices(values, sizes, of.micro_batch_size, self.measured, self.whole))
+    def _share(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
+        """The costs of stages, which do not depend on pp."""
+        key = point._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
+        values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(point))
+        made = self._once(key, lambda: StagePrices(values, sizes, point.micro_batch_size, self.measured, self.whole))
         return cast(StagePrices, made)
 
-    def _largest(self, of: Configuration, sizes: ParallelSizes) -> StagePrices:
+    def _largest(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
         """The costs of stages with the largest microbatch of any division: none takes less for a sample."""
-        return self._share(of._replace(micro_batch_size=self._samples), sizes)
+        return self._share(point._replace(micro_batch_size=self._samples), sizes)
 
-    def _even(self, of: Configuration, sizes: ParallelSizes) -> float:
+    def _even(self, point: Configuration, sizes: ParallelSizes) -> float:
         """Seconds of a step as if the model's layers were divided exactly, without what a pair may hide."""
-        least = self._largest(of, sizes).sample_seconds(hidden=self._hides)
+        least = self._largest(point, sizes).sample_seconds(hidden=self._hides)
         seconds = sum(number * sum(least[kind]) for kind, number in self.whole.kinds[0].items())
         return float(self.space.values["gbs"] / sizes.dp / sizes.pp * seconds)
 
     def _cut(self, pp: int, vpp: int) -> Cut:
-        """The layers of the stages of so many chunks per rank, for which there is a layout."""
+        """The Cut into stages with `vpp` chunks per rank, for which there is a layout."""
         layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
         return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, layout)))
 
-    def rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
-        """So many rounds of a configuration's schedule."""
-        few = few_rounds(of.schedule, of.pp, num_microbatches, number)
-        key = (of.schedule, of.pp, of.vpp, few, of.ep > 1)
-        cut = self._cut(of.pp, of.vpp)
-        return cast(Rounds, self._once(key, lambda: Rounds(self.space.values_of(of), of.schedule, cut, few)))
+    def rounds(self, point: Configuration, num_microbatches: int, number: int) -> Rounds:
+        """`number` rounds of a configuration's schedule."""
+        few = few_rounds(point.schedule, point.pp, num_microbatches, number)
+        key = (point.schedule, point.pp, point.vpp, few, point.ep > 1)
+        cut = self._cut(point.pp, point.vpp)
+        return cast(Rounds, self._once(key, lambda: Rounds(self.space.values_of(point), point.schedule, cut, few)))
 
 
 class Search:
@@ -258,10 +260,9 @@ class Search:
         self.space, self.tree = space, Tree(space, measured)
         self.counts, self.found = self.tree.counts, list[Planned]()
         self.over: list[Planned] = []
-        """Planned, and larger than the device."""
+        """Planned configurations that exceed the device."""
         self.proved = self.compared = self.counted = False
-        """Whether nothing is left that is faster by more than CLOSE, other divisions were looked at, and all are in
-        `counts`."""
+        """Whether the search is complete: nothing is faster by more than CLOSE, and other divisions were checked."""
 
     @property
     def least(self) -> float:
@@ -269,8 +270,8 @@ class Search:
         return min(each.plan.step_time_s for each in self.found)
 
     def run(self) -> Iterator[Search]:
-        """Search; yields itself after every plan and every divided branch. So that there is an answer soon, divisions
-        of the ranks near the config's own come first, one by one until a configuration fits."""
+        """Search; yields itself after every plan and every divided branch. For an early answer, divisions of the ranks
+        near the config's own come first, one by one until a configuration fits."""
         tree, divisions = self.tree, iter(self.space.axes())
         for axes in divisions:
             tree.open(axes)
@@ -289,8 +290,7 @@ class Search:
         self.proved = True
 
     def _go_on(self, *, at_once: bool = False) -> None:
-        """Divide the branch with the least bound, or plan it: a single configuration `at_once`, or if no closer bound
-        is left."""
+        """Divide the branch of least bound, or plan it: a configuration `at_once`, or if no closer bound is left."""
         branch = heappop(self.tree.heap)
         if branch.level == "plan" or (at_once and branch.level in SINGLE):
             self._plan_one(branch)
@@ -322,11 +322,11 @@ class Search:
         self.compared = True
 
     def simpler(self) -> Iterator[Search]:
-        """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
+        """Plan the listed divisions with less sharding, which bounds do not tell apart."""
         waiting = {branch.parts[0]: branch for branch in self.tree.heap if branch.level in SINGLE}
-        for of in [each.configuration for each in self.found[: 2 * ROWS]]:
-            for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
-                if branch := waiting.pop(of._replace(data_parallel_sharding=sharding), None):
+        for point in [each.configuration for each in self.found[: 2 * ROWS]]:
+            for sharding in SHARDINGS[: SHARDINGS.index(point.data_parallel_sharding)]:
+                if branch := waiting.pop(point._replace(data_parallel_sharding=sharding), None):
                     self.counts.left -= 1
                     self.tree.heap.remove(branch)
                     self._plan_one(branch)
@@ -334,13 +334,13 @@ class Search:
 
     def _plan_one(self, branch: Branch) -> None:
         """Plan a single configuration, and keep the plan where it belongs, unless a rule forbids it."""
-        of = branch.parts[0]
-        plan = plan_alone(self.space.values_of(of)) if self.space.obeys(of) else None
+        point = branch.parts[0]
+        plan = plan_alone(self.space.values_of(point)) if self.space.obeys(point) else None
         if plan is None or not plan.timing.pipeline_s:
             self.counts.rules += 1
             return
         self.counts.planned += 1
-        planned = Planned(of, plan, branch.seconds)
+        planned = Planned(point, plan, branch.seconds)
         kept = self.found if planned.fits else self.over
         kept.append(planned)
         kept.sort(key=lambda each: each.order)

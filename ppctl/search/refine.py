@@ -1,8 +1,7 @@
-"""The rows of an answer planned again with what a search leaves out: recomputation of some stages, layers kept in host
-memory, and the searches for a schedule and a layout, each on top of what has helped.
-
-Knows which of them a config leaves free, and about how long they take. Must not know how those searches work, nor
-clocks: work is counted before it is done, so that the answer is the same on every machine.
+"""The rows of an answer planned again with options that a search leaves out: recomputation of some stages, offloaded
+layers, and the searches for a schedule and a layout, each added to those that have helped. Knows which options a config
+leaves free, and about how long they take. Must not know how the searches work, nor clocks: work is counted before it is
+done, so that the answer is the same on every machine.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ppctl.search.branch import Planned
 from ppctl.search.space import Configuration, SearchSpace
 
 _ACTION_S, _SCHEDULE_S, _LAYOUT_S, _STAGE_S, _NAMED = 8e-6, 2.0, 1.0, 0.1, 7
-"""About the seconds of a core of 2026 for each action of a plan, for a search for a schedule, for one for a layout, and
-for each of its stages. Where both are searched, a layout is found for every named schedule: about so many."""
+"""Approximate seconds on a core of 2026 for each action of a plan, for a search for a schedule, for one for a layout,
+and for each of its stages; and about how many layouts are searched if both are: one per named schedule."""
 
 
 class Refined(NamedTuple):
-    """A configuration of a row, planned with more words."""
+    """A configuration of a row, planned with further overrides."""
 
     row: int
     planned: Planned
@@ -44,9 +43,9 @@ class Refinement:
     space: SearchSpace
     rows: Sequence[AnswerRow]
     left: float
-    """Seconds of work: before a plan is made, its share is taken; without enough left for it, it is left out."""
+    """Seconds of work left: each plan takes its share before it is made, or is left out if too little is left."""
     best: Refined | None = None
-    """The fastest so far that is faster than the first row, and fits."""
+    """The fastest so far that fits and is faster than the first row."""
     plans: int = 0
     complete: bool = True
 
@@ -57,34 +56,38 @@ class Refinement:
         return self.complete
 
     def _refine(self, own: Refined) -> None:
-        """Try what a row leaves free, each on top of what has helped."""
-        of, space = own.planned.configuration, self.space
-        if GRANULARITY not in space.fixed and of.recomputation != "none":
-            none, most = of._replace(recomputation="none"), max(len(stage.layers) for stage in own.planned.plan.stages)
+        """Try the options that a row leaves free, each added to the options that have helped."""
+        point, space = own.planned.configuration, self.space
+        if GRANULARITY not in space.fixed and point.recomputation != "none":
+            none, most = (
+                point._replace(recomputation="none"),
+                max(len(stage.layers) for stage in own.planned.plan.stages),
+            )
             if words := _some_stages(self._plan(own, none, {})):
-                own = self._faster(own, of, words)
+                own = self._faster(own, point, words)
             for power in range(0 if space.values.is_set(SWITCH) else most.bit_length()):
                 own = self._faster(own, none, {SWITCH: True, LAYERS: 2**power})
-        for key in (SCHEDULE, "layout") if of.pp > 1 else ():
+        for key in (SCHEDULE, "layout") if point.pp > 1 else ():
             if key not in space.fixed and not space.values.source(key).startswith(PLACE):
-                limited = key == SCHEDULE and space.values_of(of)[PUT_OFF] is not None  # what its own schedule puts off
+                # the deferral is limited for its own schedule
+                limited = key == SCHEDULE and space.values_of(point)[PUT_OFF] is not None
                 words = {**own.words, key: AUTO, **dict.fromkeys([PUT_OFF] * limited)}
                 own = self._faster(own, own.planned.configuration, words)
 
-    def _faster(self, own: Refined, of: Configuration, words: Overrides) -> Refined:
+    def _faster(self, own: Refined, point: Configuration, words: Overrides) -> Refined:
         """The configuration with `words` if it is faster and fits; else `own`."""
-        plan = self._plan(own, of, words)
+        plan = self._plan(own, point, words)
         if plan is None or plan.problems or not 0 < plan.step_time_s < own.planned.plan.step_time_s:
             return own
-        if not (faster := Refined(own.row, Planned(of, plan, 0.0), words)).planned.fits:
+        if not (faster := Refined(own.row, Planned(point, plan, 0.0), words)).planned.fits:
             return own
         first = self.rows[0].planned if self.best is None else self.best.planned
         self.best = faster if plan.step_time_s < first.plan.step_time_s else self.best
         return faster
 
-    def _plan(self, own: Refined, of: Configuration, words: Overrides) -> Plan | None:
+    def _plan(self, own: Refined, point: Configuration, words: Overrides) -> Plan | None:
         """The plan of a configuration with `words`; None if a rule forbids it, or too little is left for it."""
-        values = self.space.values_of(of).overridden(words)
+        values = self.space.values_of(point).overridden(words)
         if check(values.config, values.provenance):
             return None
         plan, layouts = own.planned.plan, _NAMED if words.get(SCHEDULE) == AUTO else 1
@@ -98,9 +101,9 @@ class Refinement:
 
 
 def _some_stages(plan: Plan | None) -> Overrides:
-    """Recomputation on the stages alone of ranks that hold too much in a plan without; nothing if all or none do."""
+    """Overrides for recomputation only on stages of ranks that lack memory without it; nothing if all or none do."""
     if plan is None or plan.limit is None:
         return {}
-    over = {cost.pp_rank for cost in plan.pp_ranks if cost.peak_bytes > plan.limit.available_bytes}
-    chosen = [number for number, stage in enumerate(plan.stages) if stage.pp_rank in over]
+    too_full = {cost.pp_rank for cost in plan.pp_ranks if cost.peak_bytes > plan.limit.available_bytes}
+    chosen = [number for number, stage in enumerate(plan.stages) if stage.pp_rank in too_full]
     return {RECOMPUTED: chosen} if 0 < len(chosen) < len(plan.stages) else {}

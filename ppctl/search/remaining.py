@@ -1,7 +1,6 @@
-"""The configuration with which a run goes on where nodes are lost: fewer replicas, then another cut.
-
-Knows in which order ways are tried, and what none of them changes: the global batch, and whatever decides what is
-computed. Must not know how nodes are lost.
+"""The configuration with which a run goes on after nodes are lost: fewer replicas, then another cut. Knows the order in
+which options are tried, and what none changes: the global batch, and all keys that decide what is computed. Must not
+know how nodes are lost.
 """
 
 from __future__ import annotations
@@ -47,30 +46,30 @@ class Whole(NamedTuple):
         return self.plan.sizes.world // self.nodes
 
     def on(self, nodes: int) -> ConfigValues:
-        """The config on another number of nodes, whatever number of replicas that gives. What was typed for the whole
-        run may be changed."""
+        """The config on another number of nodes, with the replicas that follow. Values typed for the whole run may
+        change."""
         sources = {key: "the run" if text.startswith(PLACE) else text for key, text in self.values.provenance.items()}
         words: Overrides = {"nodes": nodes, "gpus_per_node": self.per_node, "dp": None}
         return ConfigValues(self.values.config, sources).overridden(words)
 
 
 class Remaining(NamedTuple):
-    """A configuration for what remains."""
+    """A configuration for the remaining nodes."""
 
     nodes: int
-    """Nodes that take part; the others that remain stand by."""
+    """Nodes that take part; other remaining nodes stand by."""
     words: Overrides
-    """Dotted key -> its value, where that is not the whole run's."""
+    """Dotted key -> its value, where it differs from the whole run's."""
     plan: Plan
     why: str
-    """Why there are not as many replicas of the whole run's cut as nodes remain for; empty if there are."""
+    """Why there are fewer replicas of the whole run's cut than the nodes have room for; empty if there are not."""
 
 
 def remaining(whole: Whole, nodes: int) -> Remaining | None:
     """The configuration for the `nodes` that remain, with the global batch of the whole run; None if nothing fits.
 
-    The most replicas of the present cut that divide the batch and fit. If they leave nodes over, or none fits, another
-    cut, which must be faster by more than plans err (`BAND`); if that does not fit either, one with less in memory.
+    The most replicas of the present cut that divide the batch and fit. If nodes are left over, or none fits, another
+    cut, which must be faster by more than plans err (`BAND`); if none fits, one that needs less memory.
     """
     fewer, why = _fewer_replicas(whole, nodes)
     if fewer is not None and fewer.nodes == nodes:
@@ -80,13 +79,13 @@ def remaining(whole: Whole, nodes: int) -> Remaining | None:
 
 
 def least_nodes(whole: Whole, nodes: int) -> int:
-    """The least number of nodes above `nodes` for which there is a configuration: at most all."""
+    """The least number of nodes above `nodes` for which there is a configuration, at most all."""
     more = range(nodes + 1, whole.nodes)
     return nodes + 1 + bisect_left(more, True, key=lambda number: remaining(whole, number) is not None)
 
 
 def nothing_fits(whole: Whole, nodes: int) -> Problem:
-    """The problem of so few nodes that nothing fits them, with the least number that would do."""
+    """The problem of too few nodes for any configuration, with the least number that suffices."""
     least, batch = least_nodes(whole, nodes), whole.values["gbs"]
     message = f"nothing fits {nodes:,} of {whole.nodes:,} nodes"
     message += f": at least {least:,} are needed for the global batch of {batch:,} samples"
@@ -95,8 +94,8 @@ def nothing_fits(whole: Whole, nodes: int) -> Problem:
 
 
 def _fewer_replicas(whole: Whole, nodes: int) -> tuple[Remaining | None, str]:
-    """The present cut with the most replicas that go, and why not with more; also in calls of the present number of
-    microbatches, several in a step, where a schedule of more microbatches does not go."""
+    """(the present cut with the most replicas that work, why not with more); also with several calls of the present
+    number of microbatches in a step, where a schedule of more microbatches does not work."""
     layout = {"layout": whole.plan.layout} if whole.values["layout"] == AUTO else {}
     calls = {CALL: whole.plan.num_microbatches * whole.values["mbs"]}
     replica, why = whole.plan.sizes.world // whole.plan.sizes.dp, ""
@@ -119,17 +118,17 @@ def _obstacle(values: ConfigValues) -> str:
     violations: Violations = []
     sizes, _ = derive_world(values, violations)
     if sizes is not None and derive_batch(values, sizes.dp, violations) is not None:
-        violations += judged(values)  # takes a hundred times longer
+        violations += judged(values)  # a hundred times slower, so last
     return violations[0].message if violations else ""
 
 
 def _another_cut(whole: Whole, nodes: int, limit: float) -> Remaining | None:
     """The fastest other cut that takes less than `limit` seconds a step: with another pp, vpp and ep; if none fits,
-    with another sharding, recomputation and schedule as well. On no number of nodes it is taken to do more for each
-    than the whole run does."""
+    with another sharding, recomputation and schedule as well. No number of nodes is assumed to do more work per node
+    than the whole run."""
     measured = read_profile(whole.values, [])
     inside = (*INSIDE, *["ep"] * (measured is not None))
-    searched = whole.values[SCHEDULE] == AUTO or whole.values[CSV] is not None  # for the present cut alone
+    searched = whole.values[SCHEDULE] == AUTO or whole.values[CSV] is not None  # made for the present cut alone
     for kept in ((*inside, SHARDING, GRANULARITY, *[SCHEDULE] * (not searched)), inside):
         best = None
         for used in range(nodes, 0, -1):

@@ -20,10 +20,10 @@ from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, 
 from ppctl.schedule.policies import POLICIES
 
 FILLED, STEADY = 3, 6
-"""Rounds of the pipeline after which every schedule has held as much as it ever will, and keeps its pace or slows
-down. Checked for every policy by tests, not derived."""
+"""Rounds of the pipeline after which every schedule has reached its peak memory, and keeps its pace or slows down.
+Checked for every policy by tests, not derived."""
 _ALL_AT_ONCE = "gpipe"
-"""The policy that holds every microbatch."""
+"""The policy that holds all microbatches."""
 
 
 class Cut:
@@ -37,14 +37,14 @@ class Cut:
             (stage == count - 1, alike(model, values.config.train, stage, held))
             for stage, held in enumerate(self.layers)
         ]
-        """Stage -> a key: stages with equal keys have equal costs."""
+        """Stage -> a key, equal for stages of equal costs."""
         self.kinds = [Counter(layer_kinds(model, held)) for held in self.layers]
         self.trained = [trained_count(model, held) for held in self.layers]
         self.untrained = [
             untrained_bytes(model, held, weight=precision.weight, gradient=precision.gradient) for held in self.layers
         ]
         self.frozen = next((stage for stage, number in enumerate(self.trained) if number.total()), 0)
-        """First stages that train nothing, and have no backward."""
+        """The number of first stages that train nothing, and so have no backward."""
 
     @cached_property
     def ranks(self) -> dict[str, list[tuple[int, ...]]]:
@@ -72,11 +72,11 @@ class Filled(NamedTuple):
     rank: int
     moment: FullestMoment
     layers: dict[Kind, tuple[int, int]]
-    """Kind of layer -> how many microbatches all layers of this kind hold together, begun and put off."""
+    """Kind of layer -> how many microbatches all its layers hold together: (begun, deferred)."""
 
 
 def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
-    """Microbatches of so many rounds, and of the rest that `num_microbatches` leave after whole rounds."""
+    """Microbatches of `rounds` rounds, plus the remainder of `num_microbatches` after whole rounds."""
     row = POLICIES[policy]
     least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
     return min(num_microbatches, num_microbatches % pp * (rounds == STEADY) + max(rounds * pp, least))
@@ -93,14 +93,14 @@ class Rounds:
         self._lowered: dict[int, Schedule] = {}
 
     def lowered(self, number: int) -> Schedule:
-        """With its messages, for `number` microbatches."""
+        """The schedule with its messages, for `number` microbatches."""
         if number not in self._lowered:
             self._lowered[number] = presumed(self.values, self._make(number), self.cut.frozen).schedule
         return self._lowered[number]
 
     @cached_property
     def filled(self) -> list[Filled]:
-        """Among ranks with alike stages, the one that holds most: by what is begun, and with what is deferred."""
+        """Of ranks with alike stages, the ranks that hold most: by begun microbatches, and with deferred ones."""
         ranks: dict[Hashable, Filled] = {}
         for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
             for at, moment in enumerate(_fullest(row, own, self.number)):
@@ -123,7 +123,7 @@ def _size(moment: FullestMoment) -> int:
 
 
 def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> list[FullestMoment]:
-    """The moment when most is begun, and for split backwards the one when most is begun or put off."""
+    """The moment with most begun microbatches, and for split backwards the moment with most begun or deferred ones."""
     chunk = {stage: at for at, stage in enumerate(own)}
     begun, put_off, made = [0] * len(own), [0] * len(own), [0] * len(own)
     most, held = [FullestMoment((), (), 0, ())] * 2, [0, 0]

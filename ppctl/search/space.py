@@ -1,9 +1,9 @@
 """Configurations as values, and the enumeration of all that the rules allow for a model and a number of GPUs.
 
 Typed values with which nothing is left to search are explained by the fewest that contradict each other.
-Values of the command line stay, and so do those named to be kept; of the other keys in `SEARCHED` every value is
-tried, whatever a recipe says. Knows which keys are searched, and which others follow from them. Must not know prices.
-The rules themselves are the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
+Values of the command line and of keys named to be kept stay; every value of the other keys in `SEARCHED` is tried,
+whatever a recipe says. Knows which keys are searched, and which follow from them. Must not know prices. The rules are
+the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
 CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
 """Keys that change together."""
 GROUPS = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
-"""Searched key -> keys of which one alone that is typed keeps it from being searched."""
+"""Searched key -> keys that, if any is typed, keep it from being searched."""
 GIVEN = "as given"
-"""Recomputation as the config has it, where it is not searched."""
+"""The config's own recomputation, where it is not searched."""
 
 
 class Configuration(NamedTuple):
@@ -84,11 +84,11 @@ class SearchSpace:
     @cached_property
     def first(self) -> Configuration | None:
         """A configuration that no rule on sizes or between values forbids; None if there is none. Rules between values
-        ask whether an axis divides anything, not into how many parts."""
+        depend on whether an axis divides anything, not on how many parts."""
         broken = set()
         for axes in self.axes():
-            sizes, of = self.sizes(axes), axes._replace(recomputation=self.recomputations[0])
-            for batch, each in product(self.batches(sizes.dp), self.layouts(of, sizes)) if sizes is not None else ():
+            sizes, point = self.sizes(axes), axes._replace(recomputation=self.recomputations[0])
+            for batch, each in product(self.batches(sizes.dp), self.layouts(point, sizes)) if sizes is not None else ():
                 kind = *(size > 1 for size in (*axes[:5], each.vpp)), each.schedule, each.data_parallel_sharding
                 if kind not in broken and batch[1] >= POLICIES[each.schedule].needs_microbatches(each.pp):
                     if self.obeys(one := each._replace(micro_batch_size=batch[0])):
@@ -98,7 +98,7 @@ class SearchSpace:
 
     @property
     def neutral(self) -> ConfigValues:
-        """The config with the least of all that is searched: what is wrong with it is wrong with all."""
+        """The config with the least value of every searched key: its problems are problems of all configurations."""
         tp, cp, pp, ep, etp, mbs = (self.options(key, [1])[0] for key in (*AXES, "mbs"))
         vpp = self.values["vpp"] or 1 if "vpp" in self.fixed else 1
         name = next(iter(self.schedules(1, vpp)), "")
@@ -110,11 +110,12 @@ class SearchSpace:
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
     def axes(self) -> list[Configuration]:
-        """Every way to divide the ranks with a decoder layer on every one, as configurations of which the axes alone
-        count: first those that are least apart from the config's own, in doublings."""
+        """Every division of the ranks with a decoder layer on each rank, as configurations of which only the axes
+        count, nearest to the config's own first (in doublings)."""
         own = [self.values[key] or self.values["tp"] for key in AXES]
         return sorted(
-            self._all_axes(), key=lambda of: sum(abs(log2(a / b)) for a, b in zip(of[: len(AXES)], own, strict=True))
+            self._all_axes(),
+            key=lambda point: sum(abs(log2(a / b)) for a, b in zip(point[: len(AXES)], own, strict=True)),
         )
 
     def _all_axes(self) -> Iterator[Configuration]:
@@ -154,15 +155,15 @@ class SearchSpace:
 
     @property
     def recomputations(self) -> tuple[str, ...]:
-        """Ways to compute things again."""
+        """The kinds of recomputation to try."""
         return (GIVEN,) if GRANULARITY in self.fixed else ("none", "modules", "full")
 
     def _chunks(self, pp: int) -> tuple[int, ...]:
-        """Numbers of chunks per rank for which there is a layout: one where there is one rank, and at least one decoder
-        layer for every stage."""
+        """Numbers of chunks per rank with a layout: one for a single rank, else with a decoder layer or more per
+        stage."""
         layers = self.values["model.num_layers"]
         most = 1 if pp == 1 else max(1, layers // pp)
-        # Of as many layers in the largest stage the fewest chunks: more of them only have more messages.
+        # Of equally large largest stages the fewest chunks: more only have more messages.
         ways = sorted({-(-layers // (pp * -(-layers // (pp * vpp)))) for vpp in range(1, most + 1)})
         if self._is_fixed("layout", ()):
             typed = self.layout(pp, None)
@@ -175,7 +176,7 @@ class SearchSpace:
         return None if cut is None else cut.layout
 
     def schedules(self, pp: int, vpp: int) -> tuple[str, ...]:
-        """The policies that run so many chunks; on one rank they are all one."""
+        """The policies that run `vpp` chunks; on one rank all policies are one."""
         if SCHEDULE in self.fixed:
             typed = POLICIES.get(schedule_policy(self.values[SCHEDULE]) or "", POLICIES[fitting_policy(vpp)])
             return (typed.name,) if typed.runs(vpp) else ()
@@ -183,7 +184,7 @@ class SearchSpace:
         return tuple(row.name for row in (rows[:1] if pp == 1 else rows))
 
     def shardings(self, sizes: ParallelSizes) -> tuple[str, ...]:
-        """Ways to divide the optimizer's state; without replicas there is nothing to divide."""
+        """The kinds of sharding to try; none without replicas."""
         if SHARDING in self.fixed:
             return (self.values[SHARDING],)
         return ("none", "optimizer_gradients", "full") if sizes.dp * sizes.cp > 1 else ("none",)
@@ -193,35 +194,45 @@ class SearchSpace:
         return [(vpp, name) for vpp in self.chunks(pp) for name in self.schedules(pp, vpp)]
 
     def count(self, sizes: ParallelSizes) -> int:
-        """How many configurations there are with these axes and one microbatch size and recomputation."""
+        """The number of configurations with these axes, one microbatch size and one recomputation."""
         return len(self.ways(sizes.pp)) * len(self.shardings(sizes))
 
-    def layouts(self, of: Configuration, sizes: ParallelSizes) -> Iterator[Configuration]:
+    def layouts(self, point: Configuration, sizes: ParallelSizes) -> Iterator[Configuration]:
         """The configuration with every number of chunks, schedule and sharding."""
         for (vpp, name), sharding in product(self.ways(sizes.pp), self.shardings(sizes)):
-            yield of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+            yield point._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
 
     # Configurations as words
 
     def _sequence(self, tp: int) -> bool:
-        """Sequence parallelism: wherever there is tensor parallelism, unless it was typed."""
+        """Whether to use sequence parallelism: with any tensor parallelism, unless it was typed."""
         return self.values[SEQUENCE] if self._is_fixed(SEQUENCE, ()) else tp > 1
 
-    def _axis_words(self, of: Configuration) -> dict[str, Any]:
-        words: dict[str, Any] = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep, SEQUENCE: self._sequence(of.tp)}
+    def _axis_words(self, point: Configuration) -> dict[str, Any]:
+        words: dict[str, Any] = {
+            "tp": point.tp,
+            "cp": point.cp,
+            "pp": point.pp,
+            "ep": point.ep,
+            SEQUENCE: self._sequence(point.tp),
+        }
         if self.values["model.num_moe_experts"]:
-            words |= {"etp": None if of.etp == of.tp and not self.values.is_set("etp") else of.etp}
+            words |= {"etp": None if point.etp == point.tp and not self.values.is_set("etp") else point.etp}
         return words
 
-    def words(self, of: Configuration) -> Overrides:
+    def words(self, point: Configuration) -> Overrides:
         """The overrides that make a configuration of the config, without those that change nothing."""
-        words = self._axis_words(of) | {"vpp": of.vpp, "mbs": of.micro_batch_size, SHARDING: of.data_parallel_sharding}
+        words = self._axis_words(point) | {
+            "vpp": point.vpp,
+            "mbs": point.micro_batch_size,
+            SHARDING: point.data_parallel_sharding,
+        }
         if not self._is_fixed("dp", ()):
             words["dp"] = None
-        if SCHEDULE not in self.fixed and of.schedule != schedule_policy(self.values[SCHEDULE]):
-            words |= {SCHEDULE: of.schedule, PUT_OFF: None, "pipeline.schedule_memory": None}
-        words |= self._recompute_words(of.recomputation)
-        if of.vpp == 1 and self.values["vpp"] is None and self.values["layout"] is None:
+        if SCHEDULE not in self.fixed and point.schedule != schedule_policy(self.values[SCHEDULE]):
+            words |= {SCHEDULE: point.schedule, PUT_OFF: None, "pipeline.schedule_memory": None}
+        words |= self._recompute_words(point.recomputation)
+        if point.vpp == 1 and self.values["vpp"] is None and self.values["layout"] is None:
             del words["vpp"]
         return {key: value for key, value in words.items() if self.values[key] != value}
 
@@ -234,25 +245,25 @@ class SearchSpace:
         if recomputation == "full":
             words[GRANULARITY] = "full"
             if self.values["train.recompute_num_layers"] == 1 and self.values["train.recompute_method"] == "uniform":
-                words |= {key: self.values[key] for key in _OF_LAYERS}  # says the same as null
+                words |= {key: self.values[key] for key in _OF_LAYERS}  # means the same as null
         return words
 
     @cached_property
     def modules(self) -> list[str] | None:
-        """The modules that `modules` computes again: the recipe's own, else attention's core, and experts from their
-        rows, as the plan advises where memory is short."""
+        """The modules that `modules` recomputes: the recipe's own, else attention's core and experts from their rows,
+        as the plan advises when memory is short."""
         own: list[str] | None = self.values[MODULES]
         if own or not self.values["model.num_moe_experts"]:
             return own
         return [*DEFAULT_MODULES, "experts"]
 
-    def values_of(self, of: Configuration) -> ConfigValues:
+    def values_of(self, point: Configuration) -> ConfigValues:
         """The config with the configuration's words at the end of its command line."""
-        return self.values.overridden(self.words(of))
+        return self.values.overridden(self.words(point))
 
-    def obeys(self, of: Configuration) -> bool:
+    def obeys(self, point: Configuration) -> bool:
         """Whether a configuration breaks no rule between values."""
-        values = self.values_of(of)
+        values = self.values_of(point)
         return not check(values.config, values.provenance)
 
 
@@ -262,8 +273,8 @@ def divisors(number: int) -> list[int]:
 
 
 def contradictions(space: SearchSpace) -> list[Problem]:
-    """A problem for each smallest set of typed values that no configuration has, until some configuration has the rest;
-    without typed values one of what is not searched."""
+    """A problem for each smallest set of typed values that no configuration has, until some configuration has the
+    others; without typed values one about keys that are not searched."""
     sets: list[list[str]] = []
     while space.freed(chain(*sets)).first is None and [] not in sets:
         kept = [key for key in SEARCHED if key in space.fixed - {*chain(*sets)}]
@@ -275,8 +286,8 @@ def contradictions(space: SearchSpace) -> list[Problem]:
 
 
 def _problem(space: SearchSpace, kept: list[str], others: set[str]) -> Problem:
-    """The problem of the values `kept`, as the least configuration with them has it. The remedies are another value for
-    each, while `others` are searched, which have problems of their own."""
+    """The problem of the values `kept`, from the least configuration with them. Remedies are another value for each,
+    while `others`, which have problems of their own, are searched."""
     values, ways = space.values, {}
     for key in kept:
         free = space.freed({key, *others})
@@ -288,13 +299,13 @@ def _problem(space: SearchSpace, kept: list[str], others: set[str]) -> Problem:
     searched = {full_name(each) for key in SEARCHED if key not in kept for each in GROUPS[key]} | {SEQUENCE}
     lines = dict.fromkeys([*own.place.splitlines(), *nothing.place.splitlines()])
     cited = [line for line in lines if line.split(" ")[0] in text_keys().keys() - searched]
-    said = f"no configuration has {overrides_text({key: values[key] for key in typed})}: " if kept else ""
+    start = f"no configuration has {overrides_text({key: values[key] for key in typed})}: " if kept else ""
     remedy = "\n".join(overrides_text({key: way}) for key, way in ways.items())
-    return replace(own, message=said + own.message, remedy=remedy, place="\n".join(cited))
+    return replace(own, message=start + own.message, remedy=remedy, place="\n".join(cited))
 
 
 def planned_problems(values: ConfigValues) -> list[Problem]:
-    """The problems of a config's plan, but for its memory."""
+    """The problems of a config's plan, without memory problems."""
     try:
         plan_checked(values.config, values.provenance, [])
     except ConfigError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostNumbers:
-    """The values of tensors, on their way to the host from now on; what is enqueued after it is not waited for."""
+    """The values of tensors, copied to the host from now on; reading does not wait for work enqueued later."""
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -3,8 +3,8 @@
 Autograd's own gradient of a gather is a sum into zeros: it takes twice the memory, and on a GPU atomic additions,
 although every row of a permutation is read once.
 
-Every copy of a row has a number, and no two have the same. Sums are made in order of the numbers, and first within
-equal runs of numbers, so that whoever has all copies of a run can add these up for everybody.
+Every copy of a row has a different number. Sums are made in order of the numbers, and first within equal runs of
+numbers, so that a rank with all copies of a run can add these up for all ranks.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def copied(rows: Tensor, copies: Any) -> Tensor:
 
 
 def summed(rows: Tensor, copies: Any) -> Tensor:
-    """The sums of copies, whose gradients are copied. Nothing of the rows is kept."""
+    """The sums of copies, whose gradients are copied. Keeps nothing of the rows."""
     out: Tensor = _Moved.apply(rows, copies, True)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 def sums(rows: Tensor, places: Tensor, starts: Tensor) -> Tensor:
-    """Sums [n, h] of `rows[places]`: the i-th goes from `starts[i]` to the next start, one row after the other; 16-bit
-    rows are added up in float32; a sum of no rows is zero. `places` and `starts` are int64."""
+    """Sums [n, h] of `rows[places]`: the i-th is from `starts[i]` to the next start, in order; 16-bit rows are summed
+    in float32; a sum of no rows is zero. `places` and `starts` are int64."""
     if not len(places):
         return rows.new_zeros(len(starts), rows.shape[1])
     return F.embedding_bag(places, rows.detach(), starts, mode="sum")
 
 
 def set_places(mask: Tensor, count: int) -> Tensor:
-    """The places, in order, of the `count` true elements of a flattened mask; the host knows how many there are."""
+    """The indexes, in order, of a flattened mask's `count` true elements; the host does not wait: it knows `count`."""
     return torch.searchsorted(mask.flatten().cumsum(0), torch.arange(1, count + 1, device=mask.device))
 
 
@@ -50,17 +50,16 @@ class RowCopies(NamedTuple):
     rows: Tensor
     """[n] the row of each copy."""
     places: Tensor
-    """[n] the place of each copy, where all copies of one row stand together."""
+    """[n] the place of each copy in the order in which copies of one row are neighbours."""
     runs: Tensor | None
-    """Where the sum of each run of each row starts among these; None if sums of runs are the whole sums, or single
-    copies."""
+    """Where each row's sums of runs start among these; None if sums of runs are the whole sums, or single copies."""
     times: int
     """Copies of each row."""
 
     @classmethod
     def of(cls, numbers: Tensor, run: int, most: int) -> tuple[RowCopies, Tensor]:
-        """From `numbers` [t, K], each row ascending: runs have `run` numbers, and a row's copies are in `most` runs.
-        Second is the inverse of `places`."""
+        """(the copies, the inverse of `places`) for `numbers` [t, K], each row ascending: runs have `run` numbers, and
+        a row's copies are in at most `most` runs."""
         rows, times = numbers.shape
         every = _counted(rows * times + 1, device=numbers.device)
         order = numbers.flatten().argsort(stable=True)

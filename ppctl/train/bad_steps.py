@@ -1,5 +1,4 @@
-"""Which steps are bad: those whose gradient norm is not finite, or far above the usual. All ranks see one norm, and
-judge it alike."""
+"""Bad steps: their gradient norm is not finite, or far above the usual. All ranks see one norm, and judge alike."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.train.grad_norm import GradNorm
 
 REMEMBERED, NEEDED = 100, 20
-"""A spike is measured by the median norm of as many updates at most, and at least."""
+"""(most, least) updates whose median norm decides what a spike is."""
 MOST_IN_A_ROW = 10
-"""The run stops at one bad step more."""
+"""The most bad steps in a row; the run stops at the next one."""
 
 
 class NormLimit:
@@ -29,7 +28,7 @@ class NormLimit:
     def __init__(self, train: TrainConfig) -> None:
         self.goes_on, self.factor = train.on_bad_step != "stop", train.spike_factor
         self.back = rollback_of(train.on_bad_step)
-        """How many steps before a bad one the state lies at least from which the run goes on; 0 if it stays."""
+        """The least steps between a bad step and the checkpoint to go back to; 0 if the run does not go back."""
         self.goes_back = False
         """Whether the last step makes the run go back."""
         self.norms: deque[float] = deque(maxlen=REMEMBERED)
@@ -44,7 +43,7 @@ class NormLimit:
         return float(np.asarray(min(spike, most), dtype=str(dtype).removeprefix("torch.")))
 
     def take(self, norm: float) -> None:
-        """Remember the norm of an update."""
+        """Add the norm of an update."""
         self.in_a_row = 0
         if self.factor:
             self.norms.append(norm)
@@ -56,7 +55,7 @@ class NormLimit:
             f"step {step}: the gradient norm {value:.4g} is above {limit:.4g}, train.spike_factor times the usual one"
         )
         if not math.isfinite(value):
-            culprits = norm.culprits()  # for which the host waits
+            culprits = norm.culprits()  # the host waits for these
             places = [f"of {each.name} (pp_rank {each.pp_rank}, stage {each.stage})" for each in culprits]
             named = f"step {step}: the gradient norm {[*places, 'of all parameters together'][0]} is not finite"
         if self.back:
@@ -73,7 +72,7 @@ class NormLimit:
         return {"usual": list(self.norms), "in_a_row": self.in_a_row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the norms and the count from a checkpoint's `state`; of earlier versions it is empty."""
+        """Take the norms and the count from a checkpoint's `state`, which is empty in earlier versions."""
         self.norms.clear()
         self.norms.extend(state.get("usual", ()))
         self.in_a_row = state.get("in_a_row", 0)

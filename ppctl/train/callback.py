@@ -22,8 +22,8 @@ TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
 
 
 class Start(NamedTuple):
-    """Where a run begins: completed steps, position in the data, its checkpoint, positions that it passes by, and what
-    `train.callbacks` have saved, as JSON by their names there."""
+    """Where a run begins: completed steps, position in the data, its checkpoint, skipped positions, and the saved
+    states of `train.callbacks`, as JSON by their names."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -44,28 +44,28 @@ class TrainingRun(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of one step, the same on every rank but for `phases`."""
+    """The results of one step, equal on every rank except `phases`."""
 
     step: int
-    """From 1."""
+    """The step's number, from 1."""
     record: dict[str, Any]
     """The figures of the step; callbacks may add some."""
     stop: str | None
-    """Why the run has to stop, if some rank was asked to."""
+    """Why the run has to stop, if a rank was asked to."""
     last: bool
     """Whether the step is the last of `train.steps`."""
     phases: tuple[float, float, float, float]
-    """When it began, when the pipeline ended, when the ranks had agreed, and its end; on this rank's clock. On a GPU
-    the update may be enqueued by the second, and be under way at the last."""
+    """The times of the step's begin, the pipeline's end, the ranks' agreement, and the step's end, on this rank's
+    clock. On a GPU the update may be enqueued by the second time, and be under way at the last."""
     goes_back: bool = False
-    """Whether the step was bad and the run goes back behind it: it has no last step and no stop then."""
+    """Whether the step was bad and the run goes back: then it is not the last step, and there is no stop."""
     start: Start | None = None
-    """Where it goes on after that, from `post_update` on."""
+    """Where the run goes on after going back, from `post_update` on."""
 
 
 @dataclass(slots=True)
 class TrainingEnd:
-    """How training ended, the same on every rank."""
+    """How training ended, equal on every rank."""
 
     step: int
     """Completed optimizer steps."""
@@ -79,12 +79,12 @@ class TrainingEnd:
 
     @property
     def stopped(self) -> bool:
-        """Whether a request ended it before the last step."""
+        """Whether a request ended training before the last step."""
         return self.why is not None
 
 
 class Callback:
-    """Follows a run: what it is interested in, a subclass overrides; every method here does nothing.
+    """Follows a run: subclasses override methods, which all do nothing here.
 
     Each method is called on every rank at the same place of the run, so that it may use collectives. Several callbacks
     are called in the order of their list. Steps count from 1. The order of the calls:
@@ -105,7 +105,7 @@ class Callback:
         """The rank turns to a state (`ppctl.records.rank_records.STATES`) after `step` completed steps."""
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """The program that the engine calls for a stage in place of `program`, which it may watch.
+        """The program that the engine calls for a stage in place of `program`, for example to watch it.
 
         `first` is the step's microbatch that is number 0 of the schedule call. Asked before the first step, and again
         if the batch grows or the run goes back.
@@ -116,8 +116,8 @@ class Callback:
         """A step begins."""
 
     def stop_requested(self) -> int:
-        """Why this rank would stop: the number of a signal, TIME_IS_OVER, SAVE_FAILED or ASKED; 0 to go on. Of
-        a callback of `train.callbacks` whatever is true means ASKED."""
+        """Why this rank would stop: the number of a signal, TIME_IS_OVER, SAVE_FAILED or ASKED; 0 to go on. Any true
+        value of a callback of `train.callbacks` means ASKED."""
         return 0
 
     def pre_update(self, step: int) -> None:
@@ -127,7 +127,7 @@ class Callback:
         """The weights are updated."""
 
     def log_metrics(self, record: dict[str, Any]) -> None:
-        """The figures of a step of `log.interval` are complete, with those of its evaluation; more may be added."""
+        """The figures of a step of `log.interval`, with its evaluation's, are complete; callbacks may add some."""
 
     def post_step(self, result: StepResult) -> None:
         """A step is over, with its evaluation and its line of metrics."""
@@ -136,18 +136,18 @@ class Callback:
         """The last step is over."""
 
     def close(self, error: BaseException | None) -> None:
-        """No call follows. `error` is what ended training, if something did."""
+        """The last call. `error` is the exception that ended training, if any."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints keep of a callback of `train.callbacks`; rank 0's is written, unless it is empty."""
+        """Return a callback's (`train.callbacks`) state for checkpoints; rank 0's is written, unless it is empty."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what rank 0 had at the checkpoint from which training goes on, in whatever cut."""
+        """Take rank 0's state at the checkpoint from which training goes on, in any cut."""
 
 
 class Callbacks(Callback):
-    """Several callbacks as one. The first one's `post_step` comes last: it saves what the others did in the step."""
+    """Several callbacks as one. The first one's `post_step` comes last, since it saves the others' states."""
 
     def __init__(self, *each: Callback) -> None:
         self.each = each
@@ -156,7 +156,7 @@ class Callbacks(Callback):
             setattr(self, name, partial(_call_all, [getattr(one, name) for one in order]))
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """Pass the program through all callbacks in order: each gets what the callback before it returned."""
+        """Pass the program through all callbacks in order: each gets the previous one's result."""
         for one in self.each:
             program = one.stage_program(program, first)
         return program

@@ -1,6 +1,6 @@
 """Text drawn from the trained stages, through the forward-only schedule on the same ranks.
 
-There is no cache: every token is one pass over the whole window, by exactly the forward that was trained.
+There is no cache: every token is one pass over the whole window, by the same forward as in training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ppctl.train.session import Session
 
 
 class Generator(StagePrograms):
-    """Continues a prompt of token ids, by the programs of training, which it closes with a draw in place of a loss. A
-    collective of one pipeline: all its ranks call it with the same prompt."""
+    """Continues a prompt of token ids by the programs of training, with a draw in place of a loss. A collective of one
+    pipeline: all its ranks call it with the same prompt."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -59,7 +59,7 @@ class Generator(StagePrograms):
         # Later positions do not matter: attention is causal.
         self.window[..., : len(seen)] = torch.tensor(seen, device="cpu")
         documents = find_documents(self.window, self.session.data.end)
-        self.begin(StepBatch(self.window, self.window, self.window, 1, 0, *documents))  # nobody reads its labels
+        self.begin(StepBatch(self.window, self.window, self.window, 1, 0, *documents))  # its labels are not read
         run_schedule(self.schedule, self.programs, self.session.pipeline.communicator)
         if self.session.plan.sizes.pp > 1:
             dist.broadcast(self.next_token, self.last_rank, group=self.session.groups["pp"])
@@ -79,7 +79,7 @@ class Generator(StagePrograms):
         if place.size == 1:
             return logits[self.position]
         positions = own_positions(Halves(place.rank, place.size, self.window.shape[-1]), logits.device)
-        own = logits[(positions == self.position).int().argmax()]  # some row, if another rank has it
+        own = logits[(positions == self.position).int().argmax()]  # any row, if another rank has the position
         own = own * (positions == self.position).any()
         dist.all_reduce(own, group=self.session.groups["cp"])
         return own
@@ -87,17 +87,17 @@ class Generator(StagePrograms):
 
 SAMPLE_LENGTH = 200
 SHORT_SAMPLE_LENGTH = 32
-"""Tokens drawn from a large model, so that a finished run frees its devices, and from miniatures of one."""
+"""Tokens drawn from a large model, so that a finished run frees its devices soon, and from miniatures."""
 SAMPLE_FLOPS = 1e12
-"""Most operations of the long sample: seconds on a CPU. Every token computes the whole window again."""
+"""The most operations of a long sample: seconds on a CPU. Every token computes the whole window again."""
 _PROMPT_LENGTH = 64
 _NEWLINE = ord("\n")
 
 
 def write_samples(session: Session) -> list[dict[str, str]]:
-    """How the model continues each of `log.prompts`, else a line from the middle of the corpus or a turn of a
-    conversation, `{prompt, text}`; none if the tokens have no text. A collective of all ranks, which share experts and
-    split weights: every pipeline writes the same samples."""
+    """`{prompt, text}` of the model's continuation of each of `log.prompts`, else of a line from the middle of the
+    corpus or a turn of a conversation; none if the tokens have no text. A collective of all ranks, which share experts
+    and split weights: every pipeline makes the same samples."""
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     end = tokenizer.eos if session.config.data.format == CHAT else None
     window = sum(spec.flops_forward for spec in session.plan.stages)
@@ -113,8 +113,8 @@ def write_samples(session: Session) -> list[dict[str, str]]:
 
 
 def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompt that rank 0 of each pipeline finds in the data; none if the tokens are of another tokenizer than the
-    config's. A collective."""
+    """The prompt that rank 0 of each pipeline takes from the data; none if the data were made with another tokenizer
+    than the config's. A collective."""
     found = torch.zeros(1 + max(_PROMPT_LENGTH, session.config.data.seq_length), dtype=torch.int64, device="cpu")
     if session.data.training is not None:
         corpus, start = session.data.training.corpora[0], [tokenizer.eos or 0] * _PROMPT_LENGTH

@@ -1,5 +1,4 @@
-"""The global gradient norm and clipping, bitwise as torch's `clip_grad_norm_` on one process. Replicas are equal by
-now."""
+"""The global gradient norm and clipping, bitwise as torch's `clip_grad_norm_` on one process, after replicas' sums."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class Location(NamedTuple):
 
 
 def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[Location]:
-    """All parameters in the model's order, in which a norm adds them up; shared ones once, as their owner."""
+    """All parameters in the model's order, in which a norm is summed; shared ones once, as their owner."""
     locations = [
         Location(name, spec.stage, spec.pp_rank)
         for spec in stages
@@ -40,7 +39,7 @@ def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[L
 
 @dataclass(frozen=True)
 class GradNorm:
-    """One step's norms. Asking for culprits waits for the device; clipping does not."""
+    """One step's norms. `culprits` waits for the device; clipping does not."""
 
     total: Tensor
     """The global norm (scalar)."""
@@ -59,10 +58,10 @@ class GradientNorm:
     """Takes the norm over the parameters of all pp_ranks, in one `all_gather` of a flat vector.
 
     `parameters` are the parameters of the whole model, the same on every rank. `group` holds one rank per pp_rank, in
-    order (None: one rank has all the stages). Every rank of it must call, also one without parameters. A shared
-    parameter counts once, as its owner: all uses hold the summed gradient by then. `parts` are (names, group): each
-    rank of the group has a part of the gradients of the parameters with these names, and what several groups divide is
-    in each. `dtype` is the dtype of gradients, which a rank without parameters cannot see.
+    order (None: one rank has all the stages). All its ranks must call, also those without parameters. A shared
+    parameter counts once, as its owner: all uses hold the summed gradient. `parts` are (names, group): each rank of the
+    group has a part of the gradients of these parameters; parameters that several groups divide are in each. `dtype` is
+    the dtype of gradients, which a rank without parameters cannot see.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class GradientNorm:
         self.parts = [(self._places_of(names), shared) for names, shared in parts]
         self.width = max(len(names) for names in by_rank.values())
         position = {name: rank * self.width + i for rank, names in by_rank.items() for i, name in enumerate(names)}
-        # Where each parameter, in canonical order, is in the gathered vectors of the ranks.
+        # The index of each parameter, in canonical order, in the gathered vectors of the ranks.
         self.places = torch.tensor([position[each.name] for each in self.parameters], device=self.device)
 
     @torch.no_grad()
     def measure(self, masters: Mapping[str, nn.Parameter]) -> GradNorm:
-        """The norm of the accumulated gradients. A parameter that received none counts as 0."""
+        """The norm of the accumulated gradients. A parameter without a gradient counts as 0."""
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         gradients = [masters[name].grad for name in self.own_names]
         own = [zero if gradient is None else torch.linalg.vector_norm(gradient) for gradient in gradients]
@@ -107,7 +106,7 @@ class GradientNorm:
         return GradNorm(torch.linalg.vector_norm(norms), norms, self.parameters)
 
     def _places_of(self, names: Container[str]) -> Tensor:
-        """On the device: to index it by numbers of the host makes the host wait."""
+        """The places of these names, on the device: indexing with the host's numbers would make the host wait."""
         places = [i for i, name in enumerate(self.own_names) if name in names]
         return torch.tensor(places, dtype=torch.int64, device=self.device)
 

@@ -1,6 +1,7 @@
-"""Compares a kernel from outside with a reference: results and gradients, on drawn numbers (`ppctl.check_kernel`).
+"""Compares a kernel that is not ppctl's with a reference: results and gradients, on random numbers
+(`ppctl.check_kernel`).
 
-References compute in float64, step by step; that of a dispatch is ppctl's own over all ranks of the default process
+References compute in float64, unfused; a dispatch's reference is ppctl's own over all ranks of the default process
 group.
 """
 
@@ -19,7 +20,7 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.model.outside_kernels import Kernel, KernelUse
 from ppctl.parallel.dispatch import ExpertExchange
 
-Reference = Callable[..., Tensor]
+TensorFunction = Callable[..., Tensor]
 """(kernel's function or None, *tensors) -> result: by the kernel, or by the reference."""
 
 
@@ -53,28 +54,28 @@ def _mismatch(kernel: Kernel, message: str) -> TrainingError:
     return TrainingError(Problem("PP-E773", f"the kernel for {kernel.role} {message}", remedy))
 
 
-def _outcome(compute: Reference, function: Reference | None, case: Sequence[Tensor]) -> list[Tensor]:
+def _outcome(compute: TensorFunction, kernel: TensorFunction | None, case: Sequence[Tensor]) -> list[Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in case]
-    result = compute(function, *leaves)
-    # The same numbers in every dtype; a tensor that the result does not depend on has a gradient of zeros.
+    result = compute(kernel, *leaves)
+    # Equal numbers in every dtype; a tensor on which the result does not depend has a gradient of zeros.
     weights = (
         torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.bfloat16, device="cpu").to(result).view(result.shape)
     )
     return [result.detach(), *torch.autograd.grad(result, leaves, weights, materialize_grads=True)]
 
 
-Case = tuple[Sequence[Sequence[int]], Reference]
-"""Shapes of the tensors, and the function that is computed from them."""
+Case = tuple[Sequence[Sequence[int]], TensorFunction]
+"""(shapes of the tensors, the function of them)."""
 
 
 def _attention(use: KernelUse) -> Case:
     """The shapes of queries, keys and values, and causal attention of them: by the kernel, or by the reference if
-    `function` is None."""
+    `kernel` is None."""
     scale = 0.9 * use.width**-0.5
 
-    def compute(function: Reference | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if function is not None:
-            return function(q, k, v, scale)
+    def compute(kernel: TensorFunction | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if kernel is not None:
+            return kernel(q, k, v, scale)
         k, v = (each.repeat_interleave(use.heads // use.groups, 1) for each in (k, v))
         behind = torch.ones(use.length, use.length, dtype=torch.bool, device=q.device).triu(1)
         mixed: Tensor = (q @ k.mT * scale).masked_fill(behind, -torch.inf).softmax(-1) @ v
@@ -88,18 +89,18 @@ def _grouped(use: KernelUse) -> Case:
     sizes = [0, *(5 + 3 * number for number in range(max(use.experts, 2) - 1))]  # one group has no rows
     ends = torch.tensor(sizes, device=use.device).cumsum(0, dtype=torch.int32)
 
-    def compute(function: Reference | None, rows: Tensor, weights: Tensor) -> Tensor:
-        if function is not None:
-            return function(rows, weights, ends)
+    def compute(kernel: TensorFunction | None, rows: Tensor, weights: Tensor) -> Tensor:
+        if kernel is not None:
+            return kernel(rows, weights, ends)
         return torch.cat([F.linear(part, weight) for part, weight in zip(rows.split(sizes), weights, strict=True)])
 
     return [(sum(sizes), use.hidden), (len(sizes), use.expert_width or use.hidden, use.hidden)], compute
 
 
 def _norm(use: KernelUse) -> Case:
-    def compute(function: Reference | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if function is not None:
-            return function(x, weight, bias, use.epsilon)
+    def compute(kernel: TensorFunction | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if kernel is not None:
+            return kernel(x, weight, bias, use.epsilon)
         x = x if bias is None else x - x.mean(-1, keepdim=True)
         normed = x * (x.square().mean(-1, keepdim=True) + use.epsilon).rsqrt() * weight
         return normed if bias is None else normed + bias
@@ -108,14 +109,14 @@ def _norm(use: KernelUse) -> Case:
 
 
 def _dispatch(use: KernelUse) -> Case:
-    """Rows of two experts each, multiplied where these are with their weights and 2 to that rank's number."""
+    """Rows of two experts each, multiplied at each expert by its weight and by 2 to the power of its rank's number."""
     ranks, own = dist.get_world_size(), dist.get_rank()
     model = ModelConfig(num_moe_experts=2 * ranks, moe_router_topk=2)
     pairs = torch.combinations(torch.arange(2 * ranks, device="cpu"), 2)[own:]  # another number of rows on each rank
     chosen, counts = pairs.to(use.device), pairs.flatten().bincount(minlength=2 * ranks).to(use.device)
 
-    def compute(function: Reference | None, rows: Tensor, weights: Tensor) -> Tensor:
-        make: Callable[..., Callable[..., Tensor]] = function or ExpertExchange  # type: ignore[assignment]
+    def compute(kernel: TensorFunction | None, rows: Tensor, weights: Tensor) -> Tensor:
+        make: Callable[..., Callable[..., Tensor]] = kernel or ExpertExchange  # type: ignore[assignment]
         exchange = make({"ep": dist.group.WORLD}, model)
         return exchange(rows, chosen, weights, counts, lambda come, weighed, _: come * weighed * 2.0**own)
 

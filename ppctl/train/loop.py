@@ -20,8 +20,7 @@ _READS_NOTHING = -1.0
 
 
 class Evaluator:
-    """Evaluates a session's stages on batches of the run's global size. Making and calling it are collectives of the
-    world."""
+    """Evaluates a session's stages on batches of the run's global size. Making and calling are collectives."""
 
     def __init__(self, session: Session, sample_order: int = SAMPLE_ORDER) -> None:
         self.session = session
@@ -30,7 +29,7 @@ class Evaluator:
         calls = range(plan.gradient_accumulation_steps)
         self._programs = [self._stages.make(call * plan.num_microbatches) for call in calls]
         counts = [] if self.batches is None else [self.batches.num_batches, self.batches.num_samples]
-        # Ranks that read nothing take part in the same number of forwards.
+        # Ranks that read no data take part in the same number of forwards.
         self.num_batches, self.num_samples = (
             max(column) for column in zip(*self._gather(counts or [0, 0]), strict=True)
         )
@@ -42,10 +41,10 @@ class Evaluator:
         for number in range(int(self.num_batches)):
             batch = None if self.batches is None else self.batches.batch(number)
             losses = self.losses(batch)
-            if self.session.own.tp_rank > 0:  # they have the losses of the first
+            if self.session.own.tp_rank > 0:  # other tp ranks have the same losses
                 losses = []
             loss += sum(losses)
-            if losses and batch is not None and self.session.own.cp_rank == 0:  # it has whole sequences
+            if losses and batch is not None and self.session.own.cp_rank == 0:  # the batch has whole sequences
                 tokens += float(batch.loss_mask.sum())
         checksum = _READS_NOTHING if self.batches is None else float(self.batches.checksum)
         rows = self._gather([loss, tokens, checksum])
@@ -55,8 +54,8 @@ class Evaluator:
         return {"eval_loss": total[0] / total[1], "eval_samples": int(self.num_samples)}
 
     def losses(self, batch: StepBatch | None) -> list[float]:
-        """The losses of `batch` by microbatch, on the rank that owns the loss, with stages in evaluation mode
-        meanwhile. A collective of the pipeline."""
+        """The losses of `batch` by microbatch, on the rank that owns the loss, computed in evaluation mode. A
+        collective of the pipeline."""
         s, gathered = self.session, self.session.replica.gathered
         self._stages.begin(batch)
         for module in s.model.stages.values():
@@ -77,12 +76,12 @@ class Evaluator:
 
 def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     """Train from `start` to `train.steps`, or until a rank is asked to stop; evaluate at the interval and at the end.
-    `callback` is called as its class says, and besides with the states `loading kernels` and `evaluating`."""
+    `callback` is called as its class says, and with the states `loading kernels` and `evaluating`."""
     config = session.config
     callback.pre_train(TrainingRun(session, start, callback.enter))
     trainer, sizes = _trainer_from(start, session, callback)
     if trainer.on_gpu and start.step < config.train.steps:
-        # Minutes, if layers are compiled: they say nothing of a step's length.
+        # Minutes, if layers are compiled, so they do not count for a step's length.
         callback.enter("loading kernels", start.step)
         trainer.dry_pass(start.step)
     evaluator = Evaluator(session, start.sample_order) if config.train.eval_interval else None

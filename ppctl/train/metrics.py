@@ -1,4 +1,4 @@
-"""Where a step's record is written: the screen, TensorBoard and Weights & Biases, each a callback of rank 0.
+"""Writers of a step's record: the screen, TensorBoard and Weights & Biases, each a callback of rank 0.
 
 `step` counts from 1, so that record N belongs to checkpoint step-N.
 """
@@ -69,7 +69,7 @@ class WeightsAndBiases(Callback):
             config=to_mapping(config),
             resume="allow",
         )
-        self._run.define_metric("step")  # W&B's own number only grows, and drops what follows a step back
+        self._run.define_metric("step")  # W&B's own step only grows, and drops records after going back
         self._run.define_metric("*", step_metric="step")
 
     def log_metrics(self, record: Record) -> None:
@@ -77,7 +77,7 @@ class WeightsAndBiases(Callback):
         self._run.log({"step": record["step"], **_numbers(record)})
 
     def end(self) -> None:
-        """End the process that sends records; after a failure is written, since it may take long."""
+        """End the process that sends records. Called after a failure is written, since this may take long."""
         self._run.finish()
 
 

@@ -13,7 +13,7 @@ from ppctl.config.schema import OptimConfig
 from ppctl.engine.stage import StageProgram
 
 GROWTH = 2.0
-"""Factor upwards, and its inverse downwards: powers of two scale without rounding."""
+"""The factor for raising, its inverse for lowering: powers of two scale without rounding."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class LossScale:
         return self.fixed or (self.chances <= 1 and self.scale <= self.minimum)
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step."""
+        """Adjust the scale after a step."""
         if self.fixed:
             return
         if overflow:
@@ -72,7 +72,7 @@ class LossScale:
 def in_precision(
     program: StageProgram, autocast: str | None, device: torch.device, scale: LossScale | None
 ) -> StageProgram:
-    """The program, cast to `autocast` if that is a dtype, with its loss (if it has one) times the loss scale."""
+    """The program under autocast to `autocast` (None: without), with its loss (if it has one) times the loss scale."""
 
     def forward(mb: int, inputs: Message) -> Message:
         if autocast is None:

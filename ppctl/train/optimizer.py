@@ -1,6 +1,6 @@
 """AdamW, and Muon for the matrices of hidden layers (decisions 61 and 67), over parameters by canonical name.
 
-Matrices of Muon are whole here: what a rank does not own of one (`geometry/matrix_owners.py`) it has nothing of.
+A rank has only whole matrices of Muon here, the matrices that it owns (`geometry/matrix_owners.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ State = dict[str, dict[str, Tensor]]
 class AdamW:
     """torch's AdamW over `masters`, called by its functional form; matrices decay, as their `rows` say.
 
-    It is no torch.optim.Optimizer, which imports torch's compiler only to keep it out of every step, and so costs each
-    rank a second at its start. `lr` is the rate of the next step. A rank without parameters gets an optimizer whose
-    step does nothing.
+    It is no torch.optim.Optimizer, which imports torch's compiler only to disable it, and so costs each rank a second
+    at its start. `lr` is the rate of the next step. A rank without parameters gets an optimizer whose step does
+    nothing.
 
     On a GPU the kernel is the fused one: torch's default there makes a tensor of each group's whole size. On the CPU it
     is torch's default, which updates one parameter at a time; the fused kernel's results differ in the last bits.
@@ -48,7 +48,7 @@ class AdamW:
         spared = [name for name in masters if not rows[name].decayed]
         self.groups = ((decayed, optim.weight_decay), (spared, 0.0))
         """(canonical names, their weight decay)."""
-        # From the start, so that a checkpoint can be loaded into it in place.
+        # Made at the start, so that a checkpoint can be loaded in place.
         self.state: State = {
             name: {
                 "step": torch.tensor(0.0, device="cpu"),
@@ -61,17 +61,17 @@ class AdamW:
     @property
     def updates(self) -> int:
         """How many updates were made, those before a checkpoint included; 0 for a rank without parameters. Every
-        parameter keeps the count, which AdamW's bias correction needs (a step that is left out does not count): it
-        comes back with any checkpoint, in any cut."""
+        parameter keeps the count for AdamW's bias correction (a step that is left out does not count), so any
+        checkpoint has it, in any cut."""
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     @torch.no_grad()
     def step(self, left_out: Tensor | None = None) -> None:
-        """Move every parameter that has a gradient; the host does not wait. If `left_out`, a scalar on the device, is
-        1, parameters and moments stay, and whoever reads that it was calls `take_back`, since the host has counted an
+        """Update every parameter that has a gradient; the host does not wait. If `left_out`, a scalar on the device, is
+        1, parameters and moments stay; the caller that reads this must call `take_back`, since the host has counted an
         update."""
         for names, weight_decay in self.groups:
-            alike: dict[float, list[str]] = {}  # by the updates made: one number, unless some had no gradient in a step
+            alike: dict[float, list[str]] = {}  # by updates made: equal unless some had no gradient in a step
             for name in names:
                 if self.masters[name].grad is not None:
                     alike.setdefault(self.state[name]["step"].item(), []).append(name)
@@ -79,15 +79,15 @@ class AdamW:
                 self._move(moved, made, weight_decay, left_out)
 
     def take_back(self) -> None:
-        """The last step, with the gradients that are there, was left out: it does not count."""
+        """Undo the count of the last step, which was left out, for parameters with gradients."""
         for name, master in self.masters.items():
             self.state[name]["step"] -= int(master.grad is not None)
 
     def _move(self, names: list[str], made: float, weight_decay: float, left_out: Tensor | None) -> None:
-        """The update that follows `made` others, of parameters that have made as many."""
+        """Make the update that follows `made` others of these parameters."""
         masters: list[Tensor] = [self.masters[name] for name in names]
         state = [self.state[name] for name in names]
-        # torch's kernels count in tensors beside the parameters. Ours are on the host, which reads them in every step.
+        # torch's kernels have counts in tensors beside parameters; ours are on the host, which reads them every step.
         counts = torch.full((len(names),), made, dtype=torch.float32, device=masters[0].device)
         adamw(
             masters,
@@ -112,7 +112,7 @@ class AdamW:
 
 
 class _Stack(NamedTuple):
-    """A matrix or the experts' of a layer, [number, rows, columns]: what is moved together, as views."""
+    """One matrix, or a layer's experts' matrices, [number, rows, columns], as views: updated together."""
 
     master: Tensor
     gradient: Tensor
@@ -120,11 +120,11 @@ class _Stack(NamedTuple):
 
 
 class Muon:
-    """torch's Muon, to the bit on the CPU, beside `AdamW` over what it is not for.
+    """torch's Muon, to the bit on the CPU, and `AdamW` for the other parameters.
 
-    Of a matrix the state is one momentum buffer and the count of updates, which AdamW's parameters have as well.
-    Matrices of one shape go through the iteration together, as many as fit into a bucket. On a GPU the host does not
-    wait: it is a chain of kernels on the current stream, of which none can be left out.
+    A matrix's state is one momentum buffer and the count of updates, as AdamW's parameters have. Matrices of one shape
+    go through the iteration together, as many as fit into a bucket. On a GPU the host does not wait: a chain of kernels
+    runs on the current stream, and none can be left out.
     """
 
     skips_on_device = False
@@ -137,7 +137,7 @@ class Muon:
         """Shape of one matrix: [rows, columns]."""
         on_cpu = any(master.device.type == "cpu" for master in masters.values())
         self.together = 1 if on_cpu else BUCKET_ELEMENTS
-        """Elements of one shape that go through the iteration at once, unless one matrix has more."""
+        """Elements of one shape that go through the iteration together, unless one matrix has more."""
         rest = {name: master for name, master in masters.items() if name not in self.matrices}
         self.adamw = AdamW(rest, optim, rows)
         own: State = {
@@ -153,12 +153,12 @@ class Muon:
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     def take_back(self) -> None:
-        """Do nothing: no step is enqueued before it is sure."""
+        """Do nothing: steps are only enqueued once it is known that they count."""
 
     @torch.no_grad()
     def step(self, left_out: Tensor | None = None) -> None:
-        """Move every parameter that has a gradient."""
-        assert left_out is None  # it does not skip on the device
+        """Update every parameter that has a gradient."""
+        assert left_out is None  # Muon does not skip on the device
         self.adamw.lr = self.lr
         self.adamw.step()
         alike: dict[tuple[int, ...], list[_Stack]] = {}
@@ -178,14 +178,14 @@ class Muon:
         """Update matrices of one shape."""
         optim, rows, columns = self.optim, *stacks[0].master.shape[1:]
         numbers = [len(stack.master) for stack in stacks]
-        # As wide as torch's iteration computes; it is filled stack by stack, so that one is there in float32 at most.
+        # In the dtype of torch's iteration; filled stack by stack, so that at most one stack is in float32.
         directions = torch.empty(sum(numbers), rows, columns, dtype=torch.bfloat16, device=stacks[0].master.device)
         for stack, own in zip(stacks, directions.split(numbers), strict=True):
             stack.momentum.lerp_(stack.gradient, 1 - optim.muon_momentum)
             nesterov = optim.muon_nesterov
             own.copy_(stack.gradient.lerp(stack.momentum, optim.muon_momentum) if nesterov else stack.momentum)
         directions = orthogonalised(directions, optim.muon_ns_steps)
-        matched = optim.muon_adjust_lr == "match_rms_adamw"  # factors on the rate as of torch's `_adjust_lr`
+        matched = optim.muon_adjust_lr == "match_rms_adamw"  # factors on the rate as in torch's `_adjust_lr`
         rate = self.lr * (0.2 * sqrt(max(rows, columns)) if matched else sqrt(max(1, rows / columns)))
         for stack, own in zip(stacks, directions.split(numbers), strict=True):
             stack.master.mul_(1 - self.lr * optim.weight_decay)
@@ -195,8 +195,8 @@ class Muon:
 def orthogonalised(x: Tensor, steps: int) -> Tensor:
     """Matrices [number, rows, columns] in bfloat16 with singular values moved to about 1; overwrites x.
 
-    On a GPU all go through the iteration at once. On the CPU each goes through torch's own, in memory of its own: there
-    a product of several matrices, or of one that begins elsewhere than memory is given out, rounds otherwise.
+    On a GPU all go through the iteration together. On the CPU each goes through torch's own, in separate memory: there
+    batched products, or products of matrices with another alignment, round differently.
     """
     if x.device.type != "cpu":
         return newton_schulz(x, steps)
@@ -206,7 +206,7 @@ def orthogonalised(x: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Orthogonalise all matrices at once, in as many kernels as one takes: torch's iteration, with Jordan's quintic
+    """Orthogonalise all matrices together, in as many kernels as one needs: torch's iteration, with Jordan's quintic
     polynomial (https://kellerjordan.github.io/posts/muon/)."""
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[1] > x.shape[2]

@@ -1,4 +1,4 @@
-"""A person's own callbacks: classes that `train.callbacks` names, which ranks alone import (docs/callbacks.md)."""
+"""The user's own callbacks: classes that `train.callbacks` names, imported only by ranks (docs/callbacks.md)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ppctl.train.callback import ASKED, WITHOUT_RESULT, Callback
 
 
 class OwnCallback(Callback):
-    """Calls a person's callback. An error in it is raised as TrainingError (PP-E735) with its class, method and frames;
-    while another error ends the run, it is printed."""
+    """Calls a user's callback. Its errors are raised as TrainingError (PP-E735) with class, method and frames, or
+    printed if another error is already ending the run."""
 
     def __init__(self, name: str, callback: Callback) -> None:
         self.name, self._callback = name, callback
@@ -25,7 +25,7 @@ class OwnCallback(Callback):
             setattr(self, method, partial(self._call, method))
 
     def stop_requested(self) -> int:
-        """ASKED if the callback returns something that is true."""
+        """ASKED if the callback returns a true value."""
         return ASKED if self._call("stop_requested") else 0
 
     def close(self, error: BaseException | None) -> None:
@@ -38,7 +38,8 @@ class OwnCallback(Callback):
             traceback.print_exc()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """The method's result. A record must then be what metrics.jsonl can hold, and a state what JSON can."""
+        """Call a method; returns its result. Raises TrainingError for its error, and if metrics.jsonl cannot hold the
+        record or JSON the state."""
         try:
             result = getattr(self._callback, method)(*arguments)
             for key, value in arguments[0].items() if method == "log_metrics" else ():
@@ -53,8 +54,8 @@ class OwnCallback(Callback):
 
 
 def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
-    """A callback of each class that `names` has, as `module:Class`, made without arguments. Raises ConfigError
-    (PP-E778) with every name that leads to none."""
+    """A callback of each class in `names` (`module:Class`), made without arguments. Raises ConfigError (PP-E778) with
+    every name that does not lead to one."""
     loaded: list[OwnCallback] = []
     problems: list[Problem] = []
     for name in names:
@@ -68,9 +69,10 @@ def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
             message = f"{name} of train.callbacks cannot be used: {type(error).__name__}: {error}"
             rest = ",".join(other for other in names if other != name)
             ways = [pasted(f"train.callbacks={f'[{rest}]' if rest else 'null'}")]
-            here, top = Path.cwd(), module.partition(".")[0]
-            if importlib.util.find_spec(top) is None and list(here.glob(f"{top}*")):  # ranks do not search it
-                path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+            directory, top = Path.cwd(), module.partition(".")[0]
+            # ranks do not search this directory
+            if importlib.util.find_spec(top) is None and list(directory.glob(f"{top}*")):
+                path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
                 ways.insert(0, pasted(f"launch.env.PYTHONPATH={path}"))
             problems.append(Problem("PP-E778", message, "\n".join(ways), _frames(error)))
     if problems:
@@ -79,7 +81,7 @@ def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
 
 
 def _check_state(state: dict[str, Any]) -> None:
-    """Raise TypeError for a value that JSON would give back as another, ValueError for too long a state."""
+    """Raise TypeError for a value that JSON would change, ValueError for a state that is too long."""
     for key, value in state.items():
         if repr(json.loads(json.dumps({key: value}, default=str))) != repr({key: value}):
             raise TypeError(f"state[{key!r}] is not made of numbers, text, lists and dicts: {value!r:.80}")
@@ -88,6 +90,6 @@ def _check_state(state: dict[str, Any]) -> None:
 
 
 def _frames(error: BaseException) -> str:
-    """The last frames of the traceback below this file, as Python writes them."""
+    """The last frames of the traceback below this file, as Python prints them."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
     return "".join(traceback.format_list(frames[-8:])).rstrip()

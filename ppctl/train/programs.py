@@ -1,4 +1,4 @@
-"""The programs of a rank's stages in a step: the module, given tokens if it reads them, closed by the objective."""
+"""The programs of a rank's stages in a step: the module, with tokens if it reads them, then the objective."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from ppctl.weight_gradients.functions import tell_what_stays
 
 
 class StagePrograms:
-    """Makes the programs of a rank's stages, and holds what these read and note in a step."""
+    """Makes the programs of a rank's stages, and holds the values that they read and record in a step."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.batch: StepBatch | None = None
         """The step's samples, on ranks that read data."""
         self.bounds: Sequence[Tensor] | None = None
-        """For each microbatch, where documents begin in it; for kernels that take all documents at once."""
+        """For each microbatch, where documents begin in it, for kernels that take all documents in one call."""
         self.losses: dict[int, Tensor] = {}
         """For each microbatch of the step, its share of the step's loss; on the rank that owns the loss."""
         self.samples: Tensor | None = None
@@ -67,7 +67,7 @@ class StagePrograms:
         self.first = next(action.stage for action in row if action.op is Op.F)
         """The stage that the rank's list begins with."""
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
-        """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
+        """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward."""
 
     def make(self, first: int) -> list[StageProgram]:
         """The programs, in the config's precision and chunk order, of a schedule call that begins at the step's
@@ -77,8 +77,8 @@ class StagePrograms:
         return [in_precision(self._program(spec, first), autocast, s.device, scale) for spec in s.own.stages]
 
     def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
-        """Forget the losses of the step before, and take the samples of this step; None outside training. Weights that
-        are gathered start to be, beside the wait for the first message."""
+        """Clear the losses of the previous step, and take the samples of this step (`step` None: outside training).
+        Gathered weights start to be gathered, beside the wait for the first message."""
         if (gathered := self.session.replica.gathered) is not None:
             gathered.begin(self.first)
         self.samples = None if step is None else sample_keys(self.session, step)
@@ -125,9 +125,9 @@ class StagePrograms:
         )
 
     def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:
-        """The loss whose backward runs; notes the microbatch's share of the step's loss, and of its MTP modules'. The
-        two differ if the schedule scales gradients: then the backward starts from the mean over the microbatch's own
-        tokens."""
+        """The loss whose backward runs; records the microbatch's share of the step's loss and of its MTP modules'
+        losses. Loss and share differ if the schedule scales gradients: then the backward starts from the mean over the
+        microbatch's own tokens."""
         pipeline, batch = self.session.config.pipeline, self.own_batch
         labels, mask = batch.labels[mb], batch.loss_mask[mb]
         scales = pipeline.scale_grads_in_schedule and torch.is_grad_enabled()
@@ -153,8 +153,8 @@ class StagePrograms:
         return loss
 
     def _closed(self, mb: int, outputs: Message, *, adds: bool) -> Message:
-        """The objective in place of the last stage's outputs: the loss, with the microbatch's share of what the model
-        itself `adds` to it, which is noted."""
+        """The objective in place of the last stage's outputs: the loss, plus the microbatch's share of the loss that
+        the model itself `adds`, which is recorded."""
         if not (adds and torch.is_grad_enabled()):
             return (self._loss(mb, *outputs),)
         *logits, added = outputs
@@ -175,7 +175,7 @@ def auxiliary_weight(session: Session) -> float:
 
 
 def sample_keys(session: Session, step: int) -> Tensor | None:
-    """[m, b] int64 on the device: of this rank's samples, by their places in the global batch; None without dropout."""
+    """[m, b] int64 on the device: this rank's samples' keys, by place in the global batch; None without dropout."""
     model, train, foreign = session.config.model, session.config.train, foreign_of(session.config.model)
     adapters = None if foreign is None else foreign.adapters
     if not (model.hidden_dropout or model.attention_dropout or (adapters and adapters.dropout)):
@@ -190,7 +190,7 @@ def sample_keys(session: Session, step: int) -> Tensor | None:
 
 
 def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
-    """The batch on the device: one copy ahead of the pipeline, in which nothing then waits for the device."""
+    """The batch on the device: copied before the pipeline, in which the host must not wait for the device."""
     if device.type != "cuda":
         return batch
     tensors = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "positions")}
@@ -209,13 +209,13 @@ class RouterBalance:
         self.others = others
 
     def begin(self, loss_scale: float) -> None:
-        """Forget the last step; the objective of the next one is multiplied with `loss_scale`."""
+        """Clear the counts of the last step; the next step's objective is multiplied by `loss_scale`."""
         for router in self.routers:
             router.ledger.clear()
             router.ledger.scale = self.weight * loss_scale
 
     def losses(self) -> list[list[Tensor]]:
-        """The auxiliary losses of each router that has some, by this rank's microbatches."""
+        """The auxiliary losses of each router that has them, by this rank's microbatches."""
         return [router.ledger.losses for router in self.routers if router.ledger.losses]
 
     @torch.no_grad()

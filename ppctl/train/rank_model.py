@@ -33,14 +33,14 @@ from ppctl.plan import StageSpec
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Makers of the parts of a model that its config does not give; a rehearsal (`ppctl/rehearsal`) brings its own."""
+    """Makers of the parts of a model that no config determines; a rehearsal (`ppctl/rehearsal`) has its own."""
 
     exchange: Callable[[Mapping[str, ProcessGroup], ModelConfig], ExchangeRows] = ExpertExchange
-    """(groups, of ep or etp at least, the model): makes the way of rows to experts on other ranks."""
+    """(groups along ep or etp, the model) -> the exchange of rows with experts on other ranks."""
     initialize: Initialize = initialize
     """Fills a stage's weights."""
     capability: Callable[..., Capability] = Capability.of
-    """(device, packed=whether documents are kept apart): what kernels can be chosen from."""
+    """(device, packed=whether documents are kept apart) -> the kernels to choose from."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RankModel:
     """The part of each parameter that the axes leave to this rank."""
     recompute: Mapping[int, Switch]
     offload: Offload | None
-    """Moves activations to the host, if any are moved."""
+    """Offloads activations to the host; None if none are."""
 
     @cached_property
     def rows(self) -> Mapping[str, Parameter]:
@@ -69,9 +69,9 @@ def build_model(
     device: torch.device,
     parts: ModelParts,
 ) -> RankModel:
-    """Build a rank's stages (`specs`), of whose parameters it has the part `own`."""
+    """Build a rank's stages (`specs`), with its part `own` of their parameters."""
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
-        # Only if it changes something: the call imports torch's compiler.
+        # Only if needed: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
     stages = _build_stages(config, own, specs, device, kernels, groups, parts)
@@ -92,8 +92,8 @@ def _build_stages(
     groups: AxisGroups,
     parts: ModelParts,
 ) -> dict[int, StageModel]:
-    """Build the stages, then change each in place: its exchanges over `groups`, kernels from outside, and at last
-    compilation, which captures the forwards that the steps before have replaced."""
+    """Build the stages, then change each in place: its exchanges over `groups`, kernels that are not ppctl's, and last
+    compilation, which captures the forwards replaced before."""
     given: dict[str, Any] = dict(
         seed=config.train.seed,
         dtype=getattr(torch, weight_dtype(config.parallel)),

@@ -36,8 +36,8 @@ def _steps(asked: str | None) -> range:
 
 
 class StepTraces(Callback):
-    """Gathers the stamps of the steps of `log.trace`, one collective of the world in each. `keep` takes them on rank 0
-    alone: with thousands of ranks these are millions of numbers."""
+    """Gathers the stamps of the steps of `log.trace`, by one collective of the world per step. `keep` gets them on rank
+    0 only: with thousands of ranks they are millions of numbers."""
 
     def __init__(self, session: Session, keep: Callable[[MeasuredStep], None]) -> None:
         self.session, self.keep = session, keep
@@ -57,7 +57,7 @@ class StepTraces(Callback):
 
 class _WritesFiles(Callback):
     def pre_train(self, run: TrainingRun) -> None:
-        """Remember how to say that files are written."""
+        """Keep `run.enter`, to report that files are written."""
         self._enter = run.enter
 
 
@@ -73,8 +73,9 @@ class KeptGradients(_WritesFiles):
         """(forward, stage, microbatch of this rank) -> squares and bits, on the device until the step is over."""
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """The program with an eye on what it hands on; itself if no step is kept."""
-        frozen = program.stage < self.session.plan.schedule.frozen_stages  # it trains without a graph
+        """The program, which takes a fingerprint of each message in the chosen steps; unchanged if none are chosen."""
+        # a frozen stage's forwards run without autograd in training, too
+        frozen = program.stage < self.session.plan.schedule.frozen_stages
 
         def forward(mb: int, inputs: Message) -> Message:
             if not self._on or not (frozen or torch.is_grad_enabled()):
@@ -90,7 +91,8 @@ class KeptGradients(_WritesFiles):
         return replace(program, forward=forward) if self.steps else program
 
     def pre_step(self, step: int) -> None:
-        """Forget the step before; on rank 0 also what an earlier start, perhaps on more ranks, has kept of this one."""
+        """Clear the previous step's fingerprints; on rank 0 also delete files of this step from an earlier start,
+        perhaps with more ranks."""
         self._on = step in self.steps
         self._seen.clear()
         if self._on and self.session.own.rank == 0:
@@ -103,12 +105,12 @@ class KeptGradients(_WritesFiles):
         self._on = False
         s, path = self.session, step_directory(self.directory, step)
         self._enter("recording", step - 1)  # takes as long as the disk does
-        gather_values(None, None, everywhere=True)  # after it rank 0 has forgotten what an earlier start has kept
+        gather_values(None, None, everywhere=True)  # from here on rank 0 has deleted an earlier start's files
         path.mkdir(parents=True, exist_ok=True)
         shards = gradient_shards(s)
         file = path / disk.file_name(s.own.rank)
         disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
-        ranks = gather_values(list[Handed], self._handed())  # on rank 0 all files are written after it
+        ranks = gather_values(list[Handed], self._handed())  # after this all files are written
         if s.own.rank == 0:
             write_messages(path, [each for handed in ranks for each in handed])
         self._enter("updating", step - 1)
@@ -121,7 +123,7 @@ class KeptGradients(_WritesFiles):
         self._seen[key] = squares, bits
 
     def _handed(self) -> list[Handed]:
-        """The messages that this rank has handed on in the step, in the order in which it did."""
+        """The messages that this rank has sent in the step, in order."""
         if not self._seen:
             return []
         own, dp = self.session.own, self.session.plan.sizes.dp
@@ -136,7 +138,7 @@ class KeptGradients(_WritesFiles):
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of a tensor's squares in float64, and the sum of its bits: two scalars on its device. In pieces of at
-    most 32 MiB: plans know nothing of what a step of `log.gradients` needs."""
+    most 32 MiB: plans do not count the memory that `log.gradients` needs."""
     values = tensor.detach().contiguous()
     pieces = values.view(-1).split(PIECE)
     squares = [piece.to(torch.float64, copy=True).square_().sum() for piece in pieces]
@@ -160,7 +162,7 @@ class TorchProfile(_WritesFiles):
             self._profiled.enter_context(self._recorded(step))
 
     def post_update(self, result: StepResult) -> None:
-        """Write what was recorded."""
+        """Write the step's recording."""
         self._profiled.close()
 
     def close(self, error: BaseException | None) -> None:
@@ -170,7 +172,7 @@ class TorchProfile(_WritesFiles):
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Record a step; the files are written after it, when the device is through, and under another limit."""
+        """Record a step; the files are written after it, when the device is idle, under another time limit."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.type == "cuda"
@@ -182,7 +184,7 @@ class TorchProfile(_WritesFiles):
                 yield
                 if on_gpu:
                     torch.cuda.synchronize(self.device)
-                self._enter("recording", step - 1)  # what the profiler has gathered is put in order when it ends
+                self._enter("recording", step - 1)  # the profiler processes its data when it ends
             file = self.directory / TRACES / f"iteration_{step}" / f"rank{self.rank}_trace.json"
             _write(file, recorded.export_chrome_trace)
             if on_gpu:
@@ -194,7 +196,7 @@ class TorchProfile(_WritesFiles):
 
 
 def _write(file: Path, write: Callable[[str], object]) -> None:
-    """Write a file under its own name when it is whole: half a trace looks like one until a viewer reads it."""
+    """Write a file, which gets its name only when it is whole: half a trace looks valid until a viewer reads it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}.tmp")
     write(str(draft))

@@ -1,7 +1,7 @@
 """Computes one microbatch of a stage twice in every `train.replay`-th step, and compares the results bit for bit.
 
-It is the microbatch whose backward is the stage's first in the step: its gradients are alone in their sums. Of several
-stages of a rank one follows the other.
+The microbatch is that of the stage's first backward in the step: its gradients are alone in their sums. A rank's stages
+take turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ppctl.weight_gradients.wide_sums import WideSum
 
 
 class ReplayCheck(Callback):
-    """Replays on all ranks, each its own stage, and raises TrainingError (PP-E737) on all before the update."""
+    """Replays on all ranks, each its own stage; raises TrainingError (PP-E737) on all ranks before the update."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.every = session, session.config.train.replay
@@ -46,7 +46,7 @@ class ReplayCheck(Callback):
         """For each result of the step: its name, and whether it differs (on the device)."""
 
     def coverage(self) -> str:
-        """How much of the run's work on this rank is compared; empty if nothing is."""
+        """Words for how much of the run's work on this rank is compared; empty if none is."""
         units = self.session.plan.gradient_accumulation_steps * self.session.plan.num_microbatches * len(self.chosen)
         if not units * self.every:
             return ""
@@ -61,14 +61,14 @@ class ReplayCheck(Callback):
             self._due = self._place = stage, self.chosen[stage]
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """The program that computes its microbatch twice when it is due; itself if nothing is replayed."""
+        """A program that computes the chosen microbatch twice when its turn comes; `program` if nothing is replayed."""
         if not self.every or first or program.stage not in self.chosen:
             return program
         whole, plainly = list(program.whole), program.around_backward or (lambda mb, run: run())
         parameters = list(self.session.model.stages[program.stage].canonical_parameters().values())
 
         def prepare(mb: int) -> None:
-            # A backward in halves leaves nothing to its W then, where other microbatches' gradients are summed already.
+            # Then a backward in halves leaves nothing to its W, which would meet sums of other microbatches' gradients.
             whole[:] = parameters if self._due == (program.stage, mb) else program.whole
             if program.prepare is not None:
                 program.prepare(mb)
@@ -91,8 +91,8 @@ class ReplayCheck(Callback):
         return replace(program, prepare=prepare, forward=forward, around_backward=around_backward, whole=whole)
 
     def _again(self, program: StageProgram, mb: int) -> None:
-        """Compute the microbatch behind its backward a second time, and compare. Gradients go to sums of their own, and
-        what routers note is forgotten."""
+        """Compute the microbatch behind its backward a second time, and compare. Its gradients go to separate sums, and
+        the routers' notes of it are discarded."""
         stage, weights = self.session.model.stages[program.stage], self.session.replica.weights
         sums = {name: weights.sum_of(name) for name in weights.narrow() if name in stage.canonical_parameters()}
         for name, p in stage.canonical_parameters().items():
@@ -127,7 +127,7 @@ class ReplayCheck(Callback):
                 self.unequal.append((what, torch.stack([(a != b).any() for a, b in pieces]).any()))
 
     def pre_update(self, step: int) -> None:
-        """Wait for the results of the step, if it has some. A collective over the world."""
+        """Wait for the results of the step, if any. A collective over the world."""
         if not self.every or step % self.every:
             return
         flags = torch.stack([flag for _, flag in self.unequal]).tolist() if self.unequal else []

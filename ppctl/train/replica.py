@@ -39,17 +39,17 @@ class Replica:
     reducer: GradientReducer | GradientScatter
     """Sums gradients over the replicas."""
     partial_gradients: Sequence[nn.Parameter]
-    """Masters that are whole here, of whose gradients every tensor-parallel rank has a part."""
+    """Masters that are whole on each rank, but of whose gradients every tensor-parallel rank has a part."""
     tp_group: ProcessGroup | None
     ties: TiedGradients
     norm: GradientNorm
     limit: NormLimit
     loss_scale: LossScale | None
-    """In float16 only."""
+    """The loss scale, in float16 only."""
 
     @property
     def gathered(self) -> ShardedWeights | None:
-        """The weights, if a stage's first forward in a step gathers the parts that other ranks own."""
+        """The weights, if a stage's first forward in a step gathers other ranks' parts of them; else None."""
         return self.weights if isinstance(self.weights, ShardedWeights) else None
 
     @property
@@ -62,14 +62,13 @@ class Replica:
         A collective of these ranks."""
         self.reducer.finish()
         if self.partial_gradients:
-            assert self.tp_group is not None  # else no rank would have a part
+            assert self.tp_group is not None  # set if ranks have parts
             sum_partial_gradients(self.partial_gradients, self.tp_group)
         self.ties.sum()
         unscale(self.weights.master, self.loss_scale)
 
     def update(self, norm: GradNorm, lr: float, clip_grad: float, left_out: Tensor | None = None) -> None:
-        """Clip the gradients, step the optimizer (`left_out` as in `AdamW.step`), and publish the new weights to the
-        model."""
+        """Clip gradients, step the optimizer (`left_out` as in `AdamW.step`), and publish new weights to the model."""
         clip_gradients(self.weights.master, norm, clip_grad)
         self.optimizer.lr = lr
         self.optimizer.step(left_out)
@@ -109,7 +108,7 @@ def make_replica(
 def norm_groups(
     rows: Mapping[str, Parameter], parts: Parts, groups: Mapping[str, ProcessGroup], *, sharded: bool
 ) -> list[tuple[set[str], ProcessGroup]]:
-    """Names of parameters, and the ranks that hold the other parts of their gradients."""
+    """(names of parameters, the group whose ranks hold the other parts of their gradients)."""
     shared = []
     if sharded:
         dp_group, edp_group, spread = _copies(rows, groups)
@@ -123,8 +122,8 @@ def norm_groups(
 def _copies(
     rows: Mapping[str, Parameter], groups: Mapping[str, ProcessGroup]
 ) -> tuple[ProcessGroup, ProcessGroup, set[str]]:
-    """The ranks that have copies of a parameter; those that have copies of experts; and which parameters are experts',
-    if their copies are on other ranks."""
+    """(the ranks with copies of a parameter, those with copies of experts, the names of experts' parameters if their
+    copies are on other ranks)."""
     dp_group = groups.get("cp-dp", groups["dp"])
     spread = {name for name, row in rows.items() if row.experts} if "edp" in groups else set()
     return dp_group, groups.get("edp", dp_group), spread
@@ -137,8 +136,8 @@ def weights_and_sums(
     rows: Mapping[str, Parameter],
     groups: Mapping[str, ProcessGroup],
 ) -> tuple[Weights, GradientReducer | GradientScatter]:
-    """This rank's parameters, and what sums their gradients, whole or in parts: over dp and cp, of experts over the
-    ranks that hold the same ones."""
+    """This rank's parameters, and the object that sums their gradients, whole or in parts: over dp and cp, experts'
+    over the ranks with the same experts."""
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
@@ -166,7 +165,7 @@ def _owned(
     model: Mapping[str, nn.Parameter],
     group_of: Callable[[str], ProcessGroup],
 ) -> dict[str, Runs]:
-    """The matrices that Muon moves, which belong whole to single ranks: dealt to owners over all stages of a rank."""
+    """Name -> runs of Muon's matrices, each owned whole by one rank: dealt to owners over all stages of a rank."""
     shapes: dict[ProcessGroup, dict[str, tuple[int, ...]]] = {}
     for name, parameter in model.items() if config.optim.name == "muon" else ():
         if rows[name].hidden_matrix:

@@ -1,8 +1,7 @@
-"""A debug switch: whether all copies of a parameter, on whatever ranks, still have the same bits.
+"""A debug switch: whether all copies of a parameter, on any ranks, still have the same bits.
 
-A part that several ranks hold is the same on all of them by construction: along dp and cp, along tp and etp if the
-table does not split the parameter, and in all uses of a tied one. If not, a sum is missing, or a device computed
-wrongly.
+A part that several ranks hold is equal on all of them by construction: along dp and cp, along tp and etp if the table
+does not split the parameter, and in all uses of a tied one. If not, a sum is missing, or a device computed wrongly.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from ppctl.train.trained_weights import GatheredWeights, ShardedWeights
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 8
 PIECE = 2**22
-"""Elements of a tensor that are read at once: torch makes what it sums 8 bytes wide before."""
+"""Elements of a tensor that are read at a time: torch widens summands to 8 bytes."""
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of this rank; other ranks have copies of it if they have one with the same name and part."""
+    """A tensor of this rank; ranks that have one with the same name and part have copies of it."""
 
     name: str
     stage: int
     part: int
-    """Which part of the parameter it is, counted over the ranks that divide it."""
+    """The number of the part of the parameter, over the ranks that divide it."""
     tensor: Tensor
 
 
@@ -56,7 +55,7 @@ class ReplicaCheck(Callback):
     def compare(self, step: int) -> int:
         """How many parts of parameters have copies. A collective over the world. Raises TrainingError (PP-E734), alike
         on all ranks, if copies differ: it names the first parameter in the model's order, and its ranks."""
-        bits = self._bits()  # before ranks agree: a fault of this rank's device is no disagreement of all
+        bits = self._bits()  # before the exchange, so that a fault of this rank's device is its own
         compared, problem = AgreeingRanks(None).agree(
             "compare copies of parameters",
             lambda: bits,
@@ -74,14 +73,14 @@ class ReplicaCheck(Callback):
         weights = self.session.replica.weights
         if isinstance(weights, ShardedWeights) and not isinstance(weights, GatheredWeights):
             for stage in weights.stages:
-                weights.hold(stage)  # what the update has published
+                weights.hold(stage)  # gather the weights that the update has published
         own = list(copies(self.session))
         sums = torch.stack([bit_sum(copy.tensor) for copy in own]).tolist() if own else []  # waits for the device once
         return [(copy.stage, copy.name, copy.part, total) for copy, total in zip(own, sums, strict=True)]
 
 
 def _compared(step: int, of_ranks: list[list[_Bits]]) -> tuple[int, Problem | None]:
-    """How many parts have copies; and the problem, if some differ."""
+    """(how many parts have copies, the problem if some differ)."""
     in_order = sorted(
         (stage, place, name, part, bits, rank)
         for rank, held in enumerate(of_ranks)
@@ -107,7 +106,7 @@ def copies(session: Session) -> Iterator[HeldTensor]:
             group = weights.group_of(name) if isinstance(weights, ShardedWeights) else None
             of_master = part if group is None else part * group.size() + group.rank()
             yield HeldTensor(f"{shared} (master)" if apart else shared, number, of_master, master)
-            if apart and not isinstance(weights, GatheredWeights):  # else there is nothing of it between steps
+            if apart and not isinstance(weights, GatheredWeights):  # gathered weights do not exist between steps
                 yield HeldTensor(shared, number, part, parameter)
         for name, buffer in stage.canonical_buffers().items():
             yield HeldTensor(name, number, 0, buffer)
@@ -122,7 +121,7 @@ def _part(session: Session, row: Parameter) -> int:
 
 def bit_sum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's numbers with their bits read as integers, modulo 2^64 (a scalar, int64, on its device). Any
-    single other bit changes it; an exchange of two numbers does not."""
+    single changed bit changes the sum; a swap of two numbers does not."""
     return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces_of_bits(tensor)]).sum()
 
 

@@ -1,7 +1,7 @@
 """The numbers of a step: each rank's report, their exchange in one small gather, and the figures of metrics.jsonl.
 
-All that a rank reads off its device in a step is one copy. With thousands of ranks nothing here may take a Python
-statement for each of them.
+A rank reads its device's numbers in one copy per step. With thousands of ranks nothing here may take a Python statement
+per rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RankReport:
     """One rank's numbers of one step. Times are seconds on the job's common clock."""
 
     stop: float = 0.0
-    """The signal that asked this rank to stop, or one of the two numbers below 0; 0 to go on."""
+    """The signal that asked this rank to stop, or a reason below 0 (`train.callback`); 0 to go on."""
     loss: float = 0.0
     """This rank's share of the loss (0 if it has no loss stage)."""
     bad_microbatch: float = NOTHING
@@ -52,14 +52,14 @@ class RankReport:
     checksum: float = NOTHING
     """crc32 of the sample ids that this rank read."""
     loss_tokens: float = 0.0
-    """Tokens that count in the loss, of those whose loss this rank computed: masked ones do not."""
+    """Unmasked tokens whose loss this rank computed."""
     start: float = 0.0
     end: float = 0.0
     busy: float = 0.0
     """Seconds in F, B, I and W."""
     memory_bytes: float = 0.0
     alloc_retries: float = 0.0
-    """Since the report before, as `driver_allocations`."""
+    """The number since the previous report, as `driver_allocations`."""
     driver_allocations: float = 0.0
     unused_bytes: float = 0.0
     """Bytes that the GPU's allocator holds and no tensor uses."""
@@ -86,7 +86,7 @@ class Reports:
     table: Numbers
     """[ranks, numbers]"""
     stages: int
-    """How many of a row's numbers are seconds of stages."""
+    """The number of a row's numbers that are seconds of stages."""
 
     def column(self, name: str) -> Numbers:
         """One field of all ranks (not the two lists)."""
@@ -120,7 +120,7 @@ def most_updates(session: Session) -> int:
 
 
 def check_reports(reports: Reports, step: int, last_stage: int, *, finite: bool = True) -> None:
-    """Raise TrainingError, on all ranks, if ranks read different samples, or a loss that has to be `finite` is not."""
+    """Raise TrainingError, on all ranks, if ranks read different samples, or with `finite` if a loss is not finite."""
     check_same_samples(step, _without(reports.column("checksum"), NOTHING))
     problems = [
         Problem(
@@ -135,7 +135,7 @@ def check_reports(reports: Reports, step: int, last_stage: int, *, finite: bool 
 
 
 def _without(column: Numbers, nothing: float) -> dict[int, int]:
-    """rank -> the whole number in a column, if it is not `nothing`."""
+    """rank -> the whole number in a column, without ranks where it is `nothing`."""
     ranks = np.flatnonzero(column != nothing)
     return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
 
@@ -175,7 +175,7 @@ class StepFigures:
 
     def start_reading(self, programs: StagePrograms, balance: RouterBalance, norm: Tensor) -> HostNumbers:
         """Start copying the step's numbers to the host: the norm, the losses of `report`, and each router's."""
-        reports = self.session.own.tp_rank == 0  # all tensor-parallel ranks have the same losses
+        reports = self.session.own.tp_rank == 0  # other tensor-parallel ranks have the same losses
         whole = reports and programs.losses and self.session.own.cp_rank == 0  # the batch has whole sequences
         listed = [programs.losses if reports else {}, programs.mtp_losses if reports else {}, programs.added]
         return HostNumbers(
@@ -188,8 +188,8 @@ class StepFigures:
         )
 
     def report(self, programs: StagePrograms, numbers: Sequence[Sequence[float]], stop: int) -> RankReport:
-        """This rank's numbers, `numbers` being what `start_reading` has read, without the norm. Times are of the step's
-        last schedule call; all calls of a step are alike."""
+        """This rank's report; `numbers` were read by `start_reading`, without the norm. Times are of the step's last
+        schedule call; all calls of a step are alike."""
         s, report = self.session, RankReport(stop=float(stop))
         tokens, losses, mtp_losses, added, *routers = numbers
         if programs.batch is not None:
@@ -227,7 +227,7 @@ class StepFigures:
         """Throughput and balance of a step that took `seconds`; figures of one pipeline are of rank 0's pipeline."""
         s = self.session
         stage, rank = slowest_stage(reports, self.stages_of)
-        # All tokens that went through the model, as FLOPs count them; samples are whole, so that no token is padding.
+        # All tokens that went through the model, as FLOPs count them; samples are whole, without padding.
         tokens = s.config.train.global_batch_size * s.config.data.seq_length
         world = s.plan.sizes.world
         # Forward plus twice backward, over every microbatch of every data-parallel rank.
@@ -276,7 +276,7 @@ def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
 
 def slowest_stage(reports: Reports, stages: npt.NDArray[np.int64]) -> tuple[int, int]:
     """(stage, rank) with the most busy seconds, the first of equals; `stages` is [ranks, chunks], as the seconds are.
-    Raises ValueError if it is not: a rank's report is missing."""
+    Raises ValueError for another shape: a rank's report is missing."""
     seconds = reports.stage_seconds
     if seconds.shape != stages.shape:
         raise ValueError(f"reports of [ranks, chunks] {seconds.shape} where stages are {stages.shape}")

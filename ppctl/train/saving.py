@@ -27,21 +27,29 @@ from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint, StepBack, find, 
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.own_callbacks import OwnCallback
 from ppctl.train.session import Session
-from ppctl.train.snapshot import check_optimizer, continued, load_first, session_shards, start_from, start_of, state_of
+from ppctl.train.snapshot import (
+    check_optimizer,
+    finish_load,
+    load_first,
+    session_shards,
+    start_from,
+    start_of,
+    state_of,
+)
 
 Candidates = Callable[[], list[FoundCheckpoint]]
-"""Looks for checkpoints, the first to be tried first; called on rank 0."""
+"""A function that returns the checkpoints to try, in order; called on rank 0."""
 MOST_TO_ONE = 5
-"""Steps back to one checkpoint."""
+"""The most steps back to one checkpoint."""
 SETTLE = 5.0
-"""Seconds for which a rank that fails waits for a save under way: others learn of the failure as late."""
+"""Seconds for which a failing rank waits for a save under way, which delays the failure's report."""
 
 
 class Saves(Callback):
     """A run's checkpoints: `start` finds and loads one, then each due step is saved.
 
     `writer` gives the address of the node's writer process (without one, ranks write themselves). The states of
-    `followers` are saved, too. On rank 0 `say` takes lines for the user, and `note` the seconds of every save. The
+    `followers` are saved, too. On rank 0 `say` gets lines for the user, and `note` the seconds of every save. The
     constructor makes the memory for the copies; if `checkpoint.local` is set `start` makes it, because copies of an
     earlier start may lie there. Raises CheckpointError (PP-E511) on all ranks if one rank has no memory for its copies.
     """
@@ -83,7 +91,7 @@ class Saves(Callback):
         self.local = LocalCopies(copies, parts, AgreeingRanks(self._group), replicas=config.local_replicas)
 
     def _make_room(self) -> HostMemory:
-        """Memory for the copies of what is saved, with what lies there. A collective; raises as making this does."""
+        """Make or map the memory for the copies, whose contents stay. A collective; raises as the constructor."""
 
         def make() -> None:
             self._background = BackgroundSaver(
@@ -97,7 +105,7 @@ class Saves(Callback):
             )
 
         AgreeingRanks(self._group).agree("make room for copies of what it saves", make, lambda _: None)
-        assert self._background is not None  # else it has raised
+        assert self._background is not None  # set, or an error was raised
         return self._background.memory
 
     def start(self, candidates: Candidates) -> Start:
@@ -110,7 +118,7 @@ class Saves(Callback):
         return self._as_rank_0(start or Start())
 
     def _as_rank_0(self, start: Start) -> Start:
-        """`start` with rank 0's states of callbacks, and all samples that run and checkpoint say are passed by."""
+        """`start` with rank 0's states of callbacks, and all samples that run and checkpoint skip."""
         places = {self._directory} | ({start.checkpoint.parent} if start.checkpoint else set())
         noted, states = AgreeingRanks(None).agree(
             "read which samples it passes by",
@@ -123,12 +131,11 @@ class Saves(Callback):
     def _load_local(
         self, local: LocalCopies, candidates: Candidates, from_disk: Callable[[], Start | None]
     ) -> Start | None:
-        """Take the copies that an earlier start of this run has left in memory, if all ranks have those of one step
-        and start, later than that of the checkpoint that the run would go on from; else what `from_disk` loads.
-
-        Rank 0 says what was chosen, and why. A start from an earlier checkpoint than the newest of the directory means
-        that one. What is of no use is deleted, and room made, when the start is sure to go on: a checkpoint that does
-        not fit, another optimizer or other data raise before that.
+        """Load the copies that an earlier start of this run has left in memory, if all ranks have copies of one step
+        and start that are newer than the checkpoint to go on from; else call `from_disk`. Rank 0 reports the choice and
+        its reason. A start from another checkpoint than the directory's newest always uses that. Useless copies are
+        deleted, and room is made, once the start is sure to go on: a checkpoint that does not fit, another optimizer or
+        other data raise before.
         """
         choice = AgreeingRanks(None).agree(
             "choose between memory and disk",
@@ -147,7 +154,7 @@ class Saves(Callback):
                 state = json.loads(record.state)
                 check_optimizer(state, self.session, local.directory)
                 memory.fill(session_shards(self.session))
-                loaded = start_of(continued(self.session, state, local.directory), choice.newest)
+                loaded = start_of(finish_load(self.session, state, local.directory), choice.newest)
         if choice.line:
             self._say(choice.line)
         used = loaded is not None
@@ -160,7 +167,7 @@ class Saves(Callback):
         return loaded
 
     def pre_train(self, run: TrainingRun) -> None:
-        """Remember where the run began, and give callbacks what they have saved."""
+        """Keep where the run began, and give callbacks their saved states."""
         self._run = run
         self._restore()
 
@@ -177,7 +184,7 @@ class Saves(Callback):
         return SAVE_FAILED if self._background is not None and self._background.failed else 0
 
     def post_update(self, result: StepResult) -> None:
-        """Say which checkpoints have become complete; does not wait. Behind a bad step, go back if the run does."""
+        """Report checkpoints that have become complete, without waiting. After a bad step, go back if the run does."""
         self._look()
         if result.goes_back:
             with _as_training_error():
@@ -185,10 +192,10 @@ class Saves(Callback):
             self._run = self._run._replace(start=result.start)
 
     def _go_back(self, bad: int, position: int) -> Start:
-        """Load the newest checkpoint that is `train.on_bad_step` steps before the step `bad`, which ended at a position
-        in the data, and note what is passed by. A collective. Raises CheckpointError (PP-E736) without one.
-
-        If the machine dies before the note, nothing has happened; behind it every start reads what was loaded here.
+        """Load the newest checkpoint at least `train.on_bad_step` steps before the step `bad`, which ended at a
+        position in the data, and record the skipped samples. A collective. Raises CheckpointError (PP-E736) without a
+        checkpoint. If the machine dies before the record is written, nothing has changed; afterwards every start
+        continues from here.
         """
         self._run.enter("loading", bad - 1)
         if self._background is not None:
@@ -196,9 +203,9 @@ class Saves(Callback):
             self._look()
         found = partial(_before, self._directory, bad, self.session.replica.limit.back)
         start = load_first(self.session, found, self._say)
-        assert start is not None  # else `_before` has raised
+        assert start is not None  # set, or `_before` has raised
         back = StepBack(bad, start.step, start.consumed_samples, position)
-        # What lies in memory is newer than the note, which would not keep a start from it.
+        # Copies in memory are newer than this record, and a start would use them.
         forget = (lambda: None) if self.local is None else self.local.forget
         add = partial(checkpoint_folder.add_step_back, self._directory, back)
         AgreeingRanks(None).agree("note which samples it passes by", forget, lambda _: add())
@@ -206,17 +213,15 @@ class Saves(Callback):
         return self._as_rank_0(start)
 
     def log_metrics(self, record: dict[str, Any]) -> None:
-        """Add the figures of saves since the line before: `save_stall_s`, for how long training waited, and of the
-        checkpoint that became complete its step (`saved_step`) and seconds (`save_s`)."""
+        """Add the figures of saves since the previous line: `save_stall_s`, how long training waited, and step
+        (`saved_step`) and seconds (`save_s`) of the checkpoint that became complete."""
         record |= self._figures
         self._figures = {}
 
     def post_step(self, result: StepResult) -> None:
-        """Save, if something is due after this step; returns when training may change it.
-
-        The step goes to the disk at `checkpoint.interval` and if the run ends with it, else into memory alone.
-        Raises TrainingError on all ranks if this save or the save before could not be written: earlier checkpoints are
-        as they were.
+        """Save, if a save is due after this step; returns when training may change the state. The step goes to the disk
+        at `checkpoint.interval` and if the run ends with it, else only into memory. Raises TrainingError on all ranks
+        if this or the previous save could not be written: earlier checkpoints are unchanged.
         """
         if result.goes_back:
             self._restore()
@@ -246,7 +251,7 @@ class Saves(Callback):
         self._figures["save_stall_s"] = round(time.perf_counter() - began, 6)
 
     def post_train(self, end: TrainingEnd) -> None:
-        """Wait for the last save, and give the newest checkpoint to the end. Raises as `post_step` does."""
+        """Wait for the last save, and put the newest checkpoint into `end`. Raises as `post_step` does."""
         if self._background is not None:
             if self._background.under_way is not None:
                 self._run.enter("saving", end.step - 1)  # with a limit of its own
@@ -282,7 +287,7 @@ class Saves(Callback):
 
 @contextmanager
 def _as_training_error() -> Iterator[None]:
-    """The existing checkpoints are good: it is training that failed."""
+    """Turn CheckpointError into TrainingError: the existing checkpoints are good, training has failed."""
     try:
         yield
     except CheckpointError as error:
@@ -290,7 +295,7 @@ def _as_training_error() -> Iterator[None]:
 
 
 def _before(directory: Path, bad: int, least: int) -> list[FoundCheckpoint]:
-    """On rank 0: this run's checkpoints at least so many steps before the step `bad`, newest first. Raises
+    """On rank 0: this run's checkpoints at least `least` steps before the step `bad`, newest first. Raises
     CheckpointError (PP-E736) if there is none."""
     found = [each for each in checkpoint_folder.candidates(AUTO, directory) if step_of(each.path) <= bad - least]
     why = f"no checkpoint is {least:,} steps before it"
@@ -307,18 +312,18 @@ class _Choice(NamedTuple):
     newest: Path | None = None
     """The newest checkpoint on the disk."""
     line: str = ""
-    """For the user."""
+    """A line for the user."""
 
 
 def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Choice:
-    """On rank 0. Raises CheckpointError (PP-E775) if all that the run has done is in copies of no use to it."""
+    """On rank 0: choose copies or the disk. Raises CheckpointError (PP-E775) if all progress is in unusable copies."""
     chosen, note = local.survey.chosen, local.survey.note
     if chosen is None and not note:
         return _Choice()
     listed = candidates()
     newest, path = find(directory), listed[0].path if listed else None
     if path is not None and (newest is None or path != newest.path):
-        return _Choice()  # the start means that one
+        return _Choice()  # the start names another checkpoint
     if path is None and local.survey.other:
         message = (
             f"there is no checkpoint on the disk, and the copies of step {local.survey.other} in memory are of another "

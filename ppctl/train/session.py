@@ -1,4 +1,4 @@
-"""One rank of a run, as the values that it is made of, in the order in which they are made (groups are collective)."""
+"""One rank of a run: its parts, made in this order (making groups is collective)."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from ppctl.train.rank_model import ModelParts, RankModel, build_model
 from ppctl.train.replica import Replica, make_replica
 
 KEPT = 16
-"""Steps whose totals are kept for profile.json: one disturbed step, or the slow first one, must not set the price."""
+"""Steps whose totals are kept for profile.json, so that a disturbed step or the slow first does not set the price."""
 
 
 def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:
-    """The pipeline's messages, on a group of their own if they have a backend of their own."""
+    """The pipeline's communicator, on a separate group if messages have another backend."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(RankGrid(plan.sizes).groups("pp"), backend=backend)
     modes, transport = Modes.of(config.parallel), "plain" if is_plain(config) else "channels"
-    # Channels of the schedule's placement, which may be a V. The warm-up (`reach`) connects them, within a limit.
+    # Channels of the schedule's placement, which may be a V. The warm-up (`reach`) connects them, within a time limit.
     channels = plan.schedule.capacities
     return Communicator(group, modes, channels=channels, device=device, connect=False, transport=transport)
 
 
 @dataclass(frozen=True)
 class SessionParts(ModelParts):
-    """Makers of the parts of a session that config and plan do not give; a rehearsal brings its own."""
+    """Makers of the parts of a session that config and plan do not determine; a rehearsal has its own."""
 
     connect: Callable[[RunConfig, Plan, ProcessGroup, torch.device], Communicator] = connect_pipeline
     """Makes the pipeline's communicator; called if the pipeline has several ranks."""
     load_data: Callable[[DataConfig], Data | None] = load_data
-    """Opens what is trained on; called on ranks that read data. None: the caller brings the batches."""
+    """Opens the training data; called on ranks that read data. None: the caller passes the batches."""
     clock_offset: Callable[[], float] = clock_offset
     """Seconds from this rank's clock to the job's."""
     make_recorder: Callable[..., Recorder] = make_recorder
@@ -66,7 +66,7 @@ TRAINING = SessionParts()
 
 @dataclass
 class RankPipeline:
-    """One rank's place in a pipeline: it carries the rank's messages, stamps its actions and publishes where it is."""
+    """One rank's place in a pipeline: communicator, recorder and heartbeat."""
 
     communicator: Communicator | None
     """None if the pipeline has one rank."""
@@ -82,7 +82,7 @@ class RankPipeline:
         self, schedule: Schedule, programs: Sequence[StageProgram], reduce_grad: Callable[[int], None] | None
     ) -> None:
         """Run one schedule call of a step; `reduce_grad(stage)` is called when a stage's gradients are complete. The
-        host returns when it is through, and its device may not be: `settle` follows the step's last call."""
+        device may still compute on return: `settle` must follow the step's last call."""
         self._engine = Engine(
             schedule,
             programs,
@@ -101,8 +101,8 @@ class RankPipeline:
         return self._engine is not None and isinstance(self._engine.pace, DevicePace)
 
     def settle(self) -> float:
-        """Wait until the device has finished the step's schedule calls; returns when it had, by `perf_counter`. Raises
-        EngineError if it has failed in one."""
+        """Wait until the device has finished the step's schedule calls; returns the time by `perf_counter`. Raises
+        EngineError if one has failed."""
         assert self._engine is not None  # a step has a schedule call
         engine, self._engine = self._engine, None
         engine.settle()
@@ -144,8 +144,8 @@ class Session:
 
 
 def reads_data(stage: StageSpec, data: DataConfig) -> bool:
-    """Whether a stage needs a step's tokens: E, m and L do, and layers if documents' ends mean something to them. Every
-    rank finds the ends for itself, since a batch is a function of (seed, step): no message carries them."""
+    """Whether a stage needs a step's tokens: E, m and L do, and layers that documents' ends affect. Every rank finds
+    the ends itself, since a batch is a function of (seed, step): no message carries them."""
     if {Layer("embedding"), Layer("mtp"), Layer("loss")} & set(stage.layers):
         return True
     return bool(stage.layers) and (data.reset_position_ids or data.reset_attention_mask)
@@ -192,6 +192,6 @@ def build_session(
 
 
 def _inner_levels(config: RunConfig, sizes: ParallelSizes) -> dict[str, int]:
-    """How many neighbours make the inner level of each axis along which ranks exchange on two levels."""
+    """Axis with two levels of exchange -> the number of neighbours in its inner level."""
     context, nodes = config.parallel.hierarchical_context_parallel_sizes, dispatch_nodes(config, sizes)
     return ({"cp": context[0]} if context else {}) | ({"ep": sizes.ep // nodes} if nodes > 1 else {})

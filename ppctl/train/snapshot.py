@@ -34,10 +34,9 @@ from ppctl.train.session import Session
 
 
 def session_shards(session: Session) -> list[Shard]:
-    """`model.<name>` (master) and `optim.<name>.<key>`: what this rank holds of each, all uses of a shared one.
-
-    A stack of experts is taken apart into single ones; its count of optimizer steps is one number for the stack. A
-    master that is a run of its parameter read flat is several boxes. All are views of what is trained.
+    """This rank's boxes of `model.<name>` (master) and `optim.<name>.<key>`, with all uses of a shared parameter. A
+    stack of experts gives a tensor per expert, but one count of optimizer steps. A master that is a run of its
+    parameter read flat gives several boxes. All are views of trained tensors.
     """
     shards: list[Shard] = []
     for name, master in session.replica.weights.master.items():
@@ -57,7 +56,7 @@ def session_shards(session: Session) -> list[Shard]:
 
 def gradient_shards(session: Session) -> list[Shard]:
     """This rank's part of every gradient, by the parameter's name; each use of a shared parameter has its own. Views of
-    what the optimizer reads, or zeros if nothing reached a parameter."""
+    the accumulated gradients; zeros for a parameter without one."""
     shards: list[Shard] = []
     for name, master in session.replica.weights.master.items():
         gradient = torch.zeros_like(master) if master.grad is None else master.grad
@@ -68,7 +67,7 @@ def gradient_shards(session: Session) -> list[Shard]:
 
 
 class _Place(NamedTuple):
-    """A box of a tensor of the model, and where it is in what a rank holds."""
+    """A box of a tensor of the model, and its place in a rank's parameter and master."""
 
     name: str
     whole: tuple[int, ...]
@@ -76,12 +75,12 @@ class _Place(NamedTuple):
     parameter: tuple[int, ...]
     """The shape of the rank's parameter."""
     local: tuple[int | slice, ...]
-    """The position of the box in it."""
+    """The position of the box in the rank's parameter."""
     start: int
     """The index of the box's first element in the rank's master, read flat."""
 
     def shard(self, prefix: str, suffix: str, own: Tensor) -> Shard:
-        """The box of a master or moment of which the rank holds `own`."""
+        """The Shard of this box of a master or moment; `own` is the rank's tensor."""
         if own.shape == self.parameter:
             part = own[self.local]
         else:
@@ -90,7 +89,7 @@ class _Place(NamedTuple):
 
 
 def _places(session: Session, name: str) -> Iterator[_Place]:
-    """The boxes of tensors of a checkpoint that this rank's master of a parameter is."""
+    """The boxes of a checkpoint's tensors that make up this rank's master of a parameter."""
     row, shape = session.model.rows[name], tuple(session.replica.weights.model[name].shape)
     origin = tuple(run.start for run in session.model.parts.runs(row))
     run, start = session.replica.weights.run(name), 0
@@ -109,8 +108,8 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
 def state_of(
     session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER, passed: Spans = ()
 ) -> dict[str, Any]:
-    """The state saved beside the tensors after `step` completed steps. `consumed_samples` and `sample_order` are the
-    position in the data, and the rule that says which samples come next; spans of `passed` ahead are left out."""
+    """The state saved beside the tensors after `step` completed steps. `consumed_samples` is the position in the data,
+    `sample_order` the version of the rule for the next samples; spans of `passed` ahead are skipped."""
     return {
         "step": step,
         "consumed_samples": consumed_samples,
@@ -138,8 +137,8 @@ def start_from(session: Session, path: Path) -> None:
     seed.
 
     Values are cast to the masters' dtype; the optimizer's state stays. If a directory of transformers has no weights,
-    the weights from the seed stay. Raises CheckpointError as the sources do. Whether they fit the model was looked at
-    before the first rank started.
+    the weights from the seed stay. Raises CheckpointError as the sources do; the launcher has checked before that they
+    fit the model.
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
@@ -153,8 +152,8 @@ def start_from(session: Session, path: Path) -> None:
 
 
 def _check_weights(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Raise CheckpointError (PP-E524), which names tensors that are missing or of another shape, and uses of a table
-    that an untied model has saved with other values: a tied one would take the first alone.
+    """Raise CheckpointError (PP-E524) naming tensors that are missing or of another shape, and uses of a table that an
+    untied model has saved with different values: a tied model would take only the first.
     """
     stored, shapes = reader.manifest.tensors, {f"model.{name}": shape for name, shape in model_tensors(model).items()}
     wrong = [name for name, shape in shapes.items() if name not in stored or stored[name].shape != shape]
@@ -178,7 +177,7 @@ def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard])
 
 
 def start_of(state: Mapping[str, Any], path: Path | None) -> Start:
-    """Where a run goes on with this state of its checkpoint at `path`."""
+    """The Start of a run that goes on with this state, of its checkpoint at `path`."""
     passed = tuple((first, end) for first, end in state.get("passed", ()))
     saved = state.get("callbacks", {})
     return Start(state["step"], state["consumed_samples"], state["sample_order"], path, passed, saved)
@@ -189,35 +188,35 @@ def load_first(
 ) -> Start | None:
     """Load the first of the candidates, as rank 0 finds them, that is not damaged; None if there are none.
 
-    A collective over the world. `say` takes, on rank 0, a line for every one that is passed over: which one, and why.
-    Raises CheckpointError if all candidates are damaged, or one does not fit the run.
+    A collective over the world. On rank 0 `say` gets a line for every skipped candidate, with the reason. Raises
+    CheckpointError if all candidates are damaged, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
     given = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[FoundCheckpoint])
-    said = say if ranks.rank == 0 else lambda line: None
+    report = say if ranks.rank == 0 else lambda line: None
     if not given and session.config.checkpoint.resume == AUTO:
-        said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")
+        report(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")
     for one, following in zip_longest(given, given[1:]):
         if one.warning:
-            said(f"warning: {one.warning}")
+            report(f"warning: {one.warning}")
         try:
             return start_of(load_checkpoint(session, one.path), one.path)
         except CheckpointError as error:
             if following is None or any(problem.code not in _DAMAGE for problem in error.problems):
                 raise
-            said(f"warning: {error.problems[0].message}; going on from {following.path.name} instead")
+            report(f"warning: {error.problems[0].message}; going on from {following.path.name} instead")
     return None
 
 
 _DAMAGE = ("PP-E501", "PP-E503")
-"""Problems of a checkpoint alone; those of the disk or of the model are none that an earlier checkpoint would solve."""
+"""Problems of single checkpoints; an earlier checkpoint would not solve a problem of the disk or of the model."""
 
 
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """Fill the session from a checkpoint of any cut; returns its state. A collective over the world.
 
-    The state's `sample_order` is 1 if the checkpoint is older than that entry. Raises CheckpointError if the
-    data, or the order of its samples, is not what the checkpoint was trained on: its position would mean nothing.
+    The state's `sample_order` is 1 if the checkpoint is older than this entry. Raises CheckpointError if the data or
+    the order of samples differ from the checkpoint's: its position would mean nothing.
     """
     saved_by = run_state(path)
     if saved_by.get("weights_only"):
@@ -230,7 +229,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         misfit = any(problem.code == "PP-E502" for problem in error.problems)
         saved = run_state(path)["model"] if misfit else {}
         raise CheckpointError(with_sizes(error.problems, saved, asdict(session.config.model))) from error
-    return continued(session, state, path)
+    return finish_load(session, state, path)
 
 
 def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None:
@@ -242,17 +241,18 @@ def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None
         raise CheckpointError(Problem("PP-E774", message, remedy, place=str(path)))
 
 
-def continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The state of tensors that have been filled, once the session goes on from it."""
+def finish_load(session: Session, state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Finish a load into this session: publish weights, restore loss scale and norms, check that the run can go on.
+    Returns `state`, with `sample_order`. Raises CheckpointError (PP-E741, PP-E423, PP-E509)."""
     session.replica.weights.publish()
     if session.replica.loss_scale is not None and state.get("loss_scale") is not None:
         session.replica.loss_scale.restore(state["loss_scale"])
     session.replica.limit.restore(state.get("norms", {}))
     digest = None if session.data.training is None else session.data.training.digest
     problems = misplaced(path, state, session.config, digest)
-    state.setdefault("sample_order", 1)
-    if state["sample_order"] > SAMPLE_ORDER:
-        message = f"it follows version {state['sample_order']} of the order of samples, this ppctl knows {SAMPLE_ORDER}"
+    version = state.setdefault("sample_order", 1)
+    if version > SAMPLE_ORDER:
+        message = f"the checkpoint follows version {version} of the order of samples, this ppctl knows {SAMPLE_ORDER}"
         problems.append(Problem("PP-E509", message, "use the version of ppctl that wrote it", place=str(path)))
     if problems:
         raise CheckpointError(problems)

@@ -35,7 +35,7 @@ from ppctl.train.stragglers import Stragglers
 
 
 class Trainer:
-    """Runs steps on a session, and calls `callback` in each. `sizes` says how many samples each step takes, from the
+    """Runs steps on a session, and calls `callback` in each. `sizes` gives the number of samples of each step, from the
     first step of this process on."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Trainer:
         self._take(session)
 
     def _take(self, session: Session) -> None:
-        """Run steps of this session's batch from now on: what a rank holds stays, what counts microbatches is new."""
+        """Run steps of this session's batch from now on: tensors stay, what counts microbatches is made anew."""
         self.session = session
         """The size of the present step's batch."""
         self.stages = StagePrograms(session)
@@ -84,9 +84,9 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
-        Raises TrainingError, on all ranks alike, if the run has to stop for its numbers. The host waits for its device
-        once: for the numbers of the step, after which a GPU may have the update to do, and leaves it out by itself if
-        the norm is bad. When this returns, the host knows whether it did: what is saved is a whole step.
+        Raises TrainingError, equal on all ranks, if the run has to stop for its numbers. The host waits for its device
+        once, for the step's numbers; a GPU may then still do the update, or leave it out by itself if the norm is bad.
+        On return the host knows whether it did, so that a save has a whole step.
         """
         self._take_size(step)
         s, replica, started = self.session, self.session.replica, time.perf_counter()
@@ -96,10 +96,10 @@ class Trainer:
         try:
             norm, limit, numbers, left_out, lr, stop = self._enqueue_end(step)
         except RuntimeError:
-            s.pipeline.settle()  # an error of the device is raised as the error of its action
+            s.pipeline.settle()  # raises a device's error as an error of its action
             raise
         ahead, pipeline_end = s.pipeline.ahead, s.pipeline.settle()
-        if ahead:  # until here the rank's state named the action of its device
+        if ahead:  # so far the rank's state named the device's action
             self.callback.enter("updating", step)
         (grad_norm,), *read = numbers.read()
         reports = gather_reports(self.figures.report(self.stages, read, stop), s.own.rank, s.groups.world)
@@ -129,7 +129,7 @@ class Trainer:
 
     def _judge(self, step: int, norm: GradNorm, value: float, limit: float, reports: Reports) -> bool:
         """Whether the step's update is left out, for a norm of `value`; raises TrainingError if the run has to stop."""
-        replica, bad = self.session.replica, not value <= limit  # a norm that is no number is bad, too
+        replica, bad = self.session.replica, not value <= limit  # nan is bad, too
         check_reports(reports, step, self.session.plan.stages[-1].stage, finite=not (bad and replica.limit.goes_on))
         scale = replica.loss_scale
         if not bad:
@@ -139,9 +139,9 @@ class Trainer:
         return bad
 
     def _enqueue_end(self, step: int) -> tuple[GradNorm, float, HostNumbers, Tensor | None, float, int]:
-        """Enqueue what follows the pipeline, without waiting for the device; returns the norm, and its largest good
-        value; the step's numbers on their way; if the update is enqueued, too, a scalar that is 1 if the device leaves
-        it out; learning rate; reason to stop."""
+        """Enqueue the work after the pipeline, without waiting for the device; returns (the norm, its largest good
+        value, the step's numbers on their way, a scalar that is 1 if the device leaves out the enqueued update or None,
+        learning rate, reason to stop)."""
         s, replica = self.session, self.session.replica
         if not s.pipeline.ahead:
             self.callback.enter("updating", step)
@@ -154,7 +154,7 @@ class Trainer:
         lr = lr_at(self._updates, s.config.optim, s.config.train.steps, self._steps_for)
         numbers, left_out = self.figures.start_reading(self.stages, self.balance, norm.total), None
         if replica.optimizer.skips_on_device:
-            left_out = (~(norm.total <= limit)).float()  # so is a norm that is no number
+            left_out = (~(norm.total <= limit)).float()  # so is nan
             self._update(norm, lr, left_out)
         return norm, limit, numbers, left_out, lr, stop
 
@@ -175,8 +175,7 @@ class Trainer:
         """Run all kernels of a step's list once, without a message (see `engine.dry_pass`).
 
         A collective if stages have collectives (experts on several ranks, gathered weights, sums of gradients over
-        replicas). Nothing that a step reads is different afterwards: weights, gradients, ledgers and every draw of
-        random numbers.
+        replicas). Weights, gradients, ledgers and random states are the same afterwards.
         """
         self._take_size(step)
         s = self.session
@@ -199,10 +198,10 @@ class Trainer:
             torch.cuda.synchronize(s.device)
             if s.pipeline.communicator is not None:
                 self._reserve()
-            self.figures.allocator = AllocatorFigures.of(s.device)  # of the steps alone
+            self.figures.allocator = AllocatorFigures.of(s.device)  # from here on, of steps alone
 
     def _reserve(self) -> None:
-        """Take from the driver the plan's peak, messages that are held longer, and experts' rows once more."""
+        """Reserve from the driver the plan's peak, messages that are held longer, and experts' rows once more."""
         s = self.session
         own = s.plan.pp_ranks[s.own.pp_rank]
         varying = HELD * max(MessageSpec.of(e).nbytes for spec in s.own.stages for e in (spec.receives, spec.sends))
@@ -217,7 +216,7 @@ class Trainer:
             print(f"warning: {Problem('PP-E823', message, f'launch.device_memory={has}GiB')}", file=sys.stderr)
 
     def _begin(self, step: int) -> None:
-        """Forget the step before, and fetch the samples of this one."""
+        """Clear the previous step, and fetch the samples of this one."""
         replica = self.session.replica
         replica.weights.clear_gradients()
         self.balance.begin(replica.scale)

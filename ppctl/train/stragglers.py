@@ -1,4 +1,4 @@
-"""Finds ranks that compute slower than others with the same stages, by the seconds that every step reports anyway.
+"""Finds ranks that compute slower than others with the same stages, by the seconds that every step reports.
 
 Ranks that wait for each other inside a forward (tensor parallelism, exchanges of experts' rows) are slow together: the
 warning has the first of them.
@@ -19,8 +19,8 @@ from ppctl.schedule.trace import step_time
 WINDOW = 20
 """Steps over which a rank is compared."""
 SLOWER = 1.07
-"""A rank is slow if its median time is above this many times its peers'. Ten per cent are found through noise of a few
-per cent, whose median over the window stays below it."""
+"""A rank is slow if its median time is above this many times its peers'. Ten per cent are found despite noise of a few
+per cent, since the noise's median over the window is smaller."""
 
 
 class Stragglers:
@@ -31,16 +31,16 @@ class Stragglers:
         self.peers = np.lexsort(stages.T[::-1]).reshape(plan.sizes.pp, -1)
         """[pp, peers]: the ranks that have the same stages."""
         self.ratios = np.ones((WINDOW, *self.peers.shape))
-        """The seconds of each rank, divided by the usual ones of its peers, in the last steps."""
+        """The seconds of each rank, divided by its peers' usual seconds, in the last steps."""
         self.steps, self.named = 0, frozenset[int]()
 
     def note(self, step: int, seconds: npt.NDArray[np.float64]) -> Problem | None:
-        """Take a step's busy seconds of stages [ranks, chunks], which are 0 where a step has none; the warning if other
+        """Take a step's busy seconds of stages [ranks, chunks], 0 where a step has none. Returns a warning if other
         ranks are slow now than before, else None."""
         busy = seconds.sum(1)[self.peers]
         if self.peers.shape[1] < 2 or not busy.all():
             return None
-        # Of an even number the lower one in the middle: of two ranks the faster one is usual.
+        # The lower median: of two ranks the faster is usual.
         usual = np.sort(busy, axis=1)[:, (busy.shape[1] - 1) // 2]
         self.ratios[self.steps % WINDOW] = busy / usual[:, None]
         self.steps += 1

@@ -4,10 +4,10 @@ Weights are keyed by canonical name. In float32 and float64 both are the same ob
 otherwise masters are float32, and the master's `.grad` is the accumulator (Megatron's main_grad). Replication, ties,
 norm, clipping, optimizers and checkpoints read masters only.
 
-If data-parallel ranks shard what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
-dtype, until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and
-moments exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole,
-or (`GatheredWeights`) whole only while a stage computes; they are gathered for a stage's first forward of a step.
+If data-parallel ranks shard the optimizer's state (`ShardedWeights`), gradients add up whole, in the masters' dtype,
+until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments
+exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole, or
+(`GatheredWeights`) whole only while a stage computes; they are gathered for a stage's first forward of a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ppctl.topology import BUCKET_ELEMENTS
 from ppctl.weight_gradients.wide_sums import WideSum
 
 GroupOf = Callable[[str], dist.ProcessGroup]
-"""The ranks that share the parameter of a canonical name."""
+"""Canonical name -> the ranks that share the parameter."""
 
 
 class Weights:
@@ -56,7 +56,7 @@ class Weights:
         self._add_up()
 
     def _add_up(self) -> None:
-        """Let autograd add the gradients of weights that are narrower than their masters to their sums."""
+        """Let autograd add gradients of weights that are narrower than their masters to the sums."""
         for name in self.narrow():
             self.model[name].register_post_accumulate_grad_hook(partial(_accumulate, self.sum_of(name)))
 
@@ -70,7 +70,7 @@ class Weights:
         return WideSum(lambda: master.grad, partial(setattr, master, "grad"))
 
     def let_products_add(self) -> None:
-        """Let products add gradients to the sums themselves, in one kernel, without rounding them before."""
+        """Let products add gradients to the sums themselves, in one kernel, without rounding."""
         for name in self.narrow():
             self.model[name].wide_sum = self.sum_of(name)  # type: ignore[attr-defined]  # a parameter takes attributes
 
@@ -87,7 +87,7 @@ class Weights:
             parameter.grad = None
 
     def run(self, name: str) -> range:
-        """Which elements of the rank's parameter, read flat, its master and the master's moments are."""
+        """The elements of the rank's parameter, read flat, that its master and moments have."""
         return range(self.model[name].numel())
 
 
@@ -98,11 +98,10 @@ def _accumulate(total: WideSum, parameter: Tensor) -> None:
 
 
 class ShardedWeights(Weights):
-    """Weights of which `master[name]` is this rank's part of the parameter, flat, in float32 at least.
-
-    It has the elements that the rank owns if the name is in `owned`, else one of n equal parts. What `publish` has
-    published is in the model's weights of a stage from `hold(stage)` on. `begin` and `hold` are collectives of the
-    groups that share the stage's parameters: all ranks call in one order.
+    """Weights whose `master[name]` is this rank's part of the parameter, flat, in float32 at least: the elements that
+    the rank owns if the name is in `owned`, else one of n equal parts. Published masters are in the model's weights of
+    a stage from `hold(stage)` on. `begin` and `hold` are collectives of the groups that share the stage's parameters:
+    all ranks call them in one order.
     """
 
     def __init__(
@@ -122,7 +121,8 @@ class ShardedWeights(Weights):
             name: nn.Parameter(self._part(name, p.detach().to(wide_dtype(p.dtype)))) for name, p in model.items()
         }
         self.sums: dict[str, Tensor] = {}
-        """Whole gradients of this rank's microbatches by name, of weights narrower than their masters; else `.grad`."""
+        """Name -> whole gradient of a rank's microbatches, for weights narrower than their masters; others use
+        `.grad`."""
         self._add_up()
 
     def sum_of(self, name: str) -> WideSum:
@@ -130,12 +130,12 @@ class ShardedWeights(Weights):
         return WideSum(partial(self.sums.get, name), partial(self.sums.__setitem__, name))
 
     def publish(self) -> None:
-        """The model's weights are to be what the masters are by now: the next `hold` of each stage gathers them."""
+        """Publish the masters' present values: the next `hold` of each stage gathers them."""
         self._held.clear()
 
     @torch.no_grad()
     def begin(self, stage: int) -> None:
-        """Start gathering the stage's weights, and return; nothing if they are here or on their way."""
+        """Start gathering the stage's weights, unless they are here or on their way."""
         if stage in self._held or stage in self._coming:
             return
         self._coming[stage] = [
@@ -151,7 +151,7 @@ class ShardedWeights(Weights):
         self.begin(stage)
         coming = self._coming.pop(stage)
         self._held.add(stage)
-        while coming:  # what was gathered is freed bucket by bucket
+        while coming:  # gathered parts are freed bucket by bucket
             names, bucket = coming.pop(0)
             bucket(self._made(name) for name in names)
             del bucket
@@ -165,7 +165,7 @@ class ShardedWeights(Weights):
             self.release(stage)
 
     def _made(self, name: str) -> Tensor:
-        """Where the whole weight `name` is written to: what is written counts as a change of the weight's version."""
+        """The tensor to write the whole weight `name` into; writing changes the weight's version."""
         return self.model[name].detach()
 
     def clear_gradients(self) -> None:
@@ -195,7 +195,7 @@ class ShardedWeights(Weights):
         return scatter_sums(gradients, [master.numel() for master in masters], group, device, dtype)
 
     def take_sum(self, name: str) -> Tensor:
-        """The gradient summed so far, zeros if there is none, which is forgotten here."""
+        """Return the gradient summed so far, zeros if there is none, and drop it here."""
         parameter = self.model[name]
         gradient, parameter.grad = parameter.grad, None
         gradient = self.sums.pop(name, gradient)
@@ -204,7 +204,7 @@ class ShardedWeights(Weights):
         return gradient
 
     def buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """The names by the group that shares them and by how it does, in buckets."""
+        """The names in buckets, each of one group and one kind of division (owned runs, or equal parts)."""
         alike: dict[tuple[dist.ProcessGroup, bool], list[str]] = {}
         for name in names:
             alike.setdefault((self.group_of(name), name in self.owned), []).append(name)
@@ -220,17 +220,17 @@ class ShardedWeights(Weights):
 
 
 class GatheredWeights(ShardedWeights):
-    """Sharded weights whose model weights are there from `hold(stage)` to `release(stage)`, once a step. Between steps
-    a rank has its parts of the masters and moments, and nothing else of a weight."""
+    """Sharded weights whose model weights exist from `hold(stage)` to `release(stage)`, once a step. Between steps a
+    rank has only its parts of masters and moments."""
 
     @cached_property
     def _nothing(self) -> dict[str, Tensor]:
-        """In place of weights: no memory, and values (NaN) that show where somebody computes with them."""
+        """Tensors in place of weights, without memory, of NaN, which show if they are used."""
         whole = self.model.items()
         return {n: torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape) for n, p in whole}
 
     def release(self, stage: int) -> None:
-        """Forget the stage's weights, after its last backward."""
+        """Free the stage's weights, after its last backward."""
         self._held.discard(stage)
         for name in self.stages[stage]:
             self.model[name].data = self._nothing[name]
@@ -252,8 +252,8 @@ class GradientScatter:
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
-        """Start summing the stage's gradients / `divisor` beside the rest of the pipeline, once the sums of the stage
-        before are there: no more than one stage's sums are on their way."""
+        """Start summing the stage's gradients / `divisor` beside the rest of the pipeline, after waiting for the
+        previous stage's sums: only one stage's sums are under way."""
         self.finish()
         weights = self.weights
 
@@ -265,7 +265,7 @@ class GradientScatter:
             self._running.append((names, weights.start_sums(names, map(scaled, names))))
 
     def finish(self) -> None:
-        """Wait for every sum started since the last call: the masters' gradients are there."""
+        """Wait for every sum started since the last call; then the masters have their gradients."""
         for names, sums in self._running:
             for name, part in zip(names, sums(), strict=True):
                 self.weights.master[name].grad = part

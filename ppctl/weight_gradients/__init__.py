@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later than those of activations: what I leaves, and W takes up (decision 37).
+"""Weights' gradients, computed later than activations' gradients: deferred by I, computed by W (decision 37).
 
 deferred   the weight gradients that one microbatch's I left, until W; delivery: how W hands them to autograd
 products   the products with a weight whose gradient can be deferred

@@ -28,13 +28,13 @@ PLAIN: set[type[Tensor]] = {Tensor}
 
 
 class DeferredGradients:
-    """The weight gradients of a stage and microbatch that wait from F to W; of the weights in `whole` none does."""
+    """The deferred weight gradients of a stage and microbatch, from F to W, except those of the weights in `whole`."""
 
     def __init__(self, whole: Iterable[Tensor] = ()) -> None:
         self.intercepted = False
-        """Whether products are found by `intercept`: then a weight may have uses of any kind, also unseen ones."""
+        """Whether `intercept` finds products: then a weight may have uses of any kind, also unseen ones."""
         self.drops = False
-        """Whether gradients are forgotten: those that `torch.autograd.grad` makes are not for weights."""
+        """Whether gradients are dropped: `torch.autograd.grad` makes gradients that are not for weights."""
         self._whole = {id(base): base for base in map(_base_of, whole)}
         self._taken: dict[int, nn.Parameter] = {}
         self._uses: dict[int, list[Use]] = {}
@@ -58,10 +58,9 @@ class DeferredGradients:
         return True
 
     def elsewhere(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor that a function other than such a product must get, so that a weight's uses stay together.
-
-        For a parameter that is deferred by now that is a copy without memory, whose computed gradient joins the others.
-        No use of any other parameter will be deferred.
+        """The tensor to give to a function that is not an intercepted product with a weight. For a parameter with
+        deferred uses: an alias without memory, whose gradient joins the deferred ones. Any other trained parameter is
+        marked whole: no later use of it is deferred. Raises TrainingError (PP-E717).
         """
         base = parameter_of(tensor)
         if base is None:
@@ -77,10 +76,9 @@ class DeferredGradients:
         return tensor
 
     def place(self, weight: Tensor, *, cast: bool) -> Tensor:
-        """`weight` as the node of the graph that a use's gradient goes to, which keeps its place among other uses.
-
-        Autograd adds in the order in which nodes were made, last ones first. If there may be other uses beside whole
-        products, a parameter's use is a node of its own, and all uses that autocast casts are one node.
+        """`weight` as the graph's node that gets a use's gradient, which keeps the use's place among others. Autograd
+        adds in the order in which nodes were made, last ones first. If there may be other uses beside whole products, a
+        parameter's use is a separate node, and all uses that autocast casts are one node.
         """
         if not self.intercepted or weight._base is not None:
             return weight
@@ -93,27 +91,26 @@ class DeferredGradients:
         if self.drops:
             return
         base = parameter_of(weight)
-        assert base is not None  # it was taken
+        assert base is not None  # set: this use was taken
         if self.intercepted:
             _look_for(place, base)
         self._uses.setdefault(id(base), []).append(Use(weight, place, make, version_of(weight, make)))
 
     def put_function(self, function: Callable[[], object]) -> None:
-        """Defer anything; functions are called in this order, when all weights have their gradients."""
+        """Defer any function; they are called in this order, when all weights have their gradients."""
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors' memory may hold what W needs: a deferred function may have kept any tensor."""
+        """Whether these tensors' memory may hold W's operands; true with a deferred function, which may keep any."""
         if not tensors or self._functions:
             return bool(tensors)
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
         return any(tensor.untyped_storage()._cdata in own for tensor in self._kept())
 
     def separate_gradients(self) -> None:
-        """Move gradients of parameters that are left whole out of the memory of what is kept.
-
-        Autograd stores a parameter's first gradient without a copy, even if it is a view of a tensor that W needs.
-        The next microbatch's is added to it in place.
+        """Copy gradients of whole parameters that lie in the memory of kept operands. Autograd stores a parameter's
+        first gradient without a copy, even if it is a view of a tensor that W needs, and adds the next microbatch's
+        gradient in place.
         """
         kept = {tensor.untyped_storage()._cdata for tensor in self._kept()}
         for weight in self._whole.values():
@@ -122,9 +119,8 @@ class DeferredGradients:
                 weight.grad = gradient.clone()
 
     def deliver(self) -> None:
-        """Compute the gradients and accumulate each; what was kept for a weight is free after it.
-
-        Autograd is called once for weights of about `AT_ONCE` bytes, whose gradients are there at the same time.
+        """Compute and accumulate all gradients; a weight's operands are freed after its gradient. Autograd is called
+        once for weights of about `AT_ONCE` bytes, whose gradients exist at the same time.
         """
         while self._uses:
             groups: list[list[Use]] = []
@@ -143,7 +139,7 @@ class DeferredGradients:
         while self._uses and size < TOGETHER:
             uses = self._uses.pop(next(iter(self._uses)))
             weight = uses[0].weight
-            # Alone it needs no place among others, which would be a node more in W.
+            # A single use needs no place among others, which would be a further node in W.
             groups[-1] += uses if len(uses) > 1 else [Use(weight, weight, *uses[0][2:])]
             size += weight.nbytes
         return size
@@ -162,7 +158,7 @@ def _used_unseen(weight: Tensor, where: str) -> TrainingError:
 
 
 def parameter_of(weight: Tensor) -> nn.Parameter | None:
-    """The parameter that a tensor is or looks into, if it is trained through it."""
+    """The trained parameter that a tensor is, or of which it is a view; else None."""
     if not weight.requires_grad:
         return None
     base = _base_of(weight)
@@ -176,11 +172,11 @@ def _base_of(weight: Tensor) -> Tensor:
 
 
 def _look_for(weight: Tensor, base: nn.Parameter) -> None:
-    """Raise TrainingError if this backward will also give the parameter of a view a gradient past W."""
+    """Raise TrainingError if this backward also gives the parameter of a view a gradient outside W."""
     end = weight.grad_fn
     while end is not None and end.next_functions:
         end = end.next_functions[0][0]
-    if end is None or getattr(end, "variable", None) is not base:  # a view of another kind than torch's own
+    if end is None or getattr(end, "variable", None) is not base:  # not one of torch's own views
         end = get_gradient_edge(base).node
     if torch._C._will_engine_execute_node(end):
         raise _used_unseen(base, "in a function of which torch shows nothing (an autograd.Function, mostly)")
@@ -217,7 +213,7 @@ def keep_collecting() -> Callable[[], None]:
 
 
 def collector() -> DeferredGradients | None:
-    """The collector of what runs now with gradients, in an F or an I; None in any other backward or forward."""
+    """The collector of the F or I that runs now with gradients; None in any other forward or backward."""
     return _collecting if torch.is_grad_enabled() else None
 
 
@@ -237,11 +233,11 @@ class _Store:
 
     @property
     def enabled(self) -> bool:
-        """Whether the backward that runs is an I, whose weight gradients are computed later."""
+        """Whether the running backward is an I, whose weight gradients are computed later."""
         return _in_backward
 
     def put(self, function: Callable[[], object]) -> None:
-        """Call `function()` in the W that belongs to the I that runs. Raises RuntimeError if none runs."""
+        """Call `function()` in the W of the running I. Raises RuntimeError if no I runs."""
         if _collecting is None or not _in_backward:
             raise RuntimeError("WeightGradStore.put outside an I: ask WeightGradStore.enabled first")
         _collecting.put_function(function)
@@ -251,15 +247,15 @@ WeightGradStore = _Store()
 
 
 class ProductRule(NamedTuple):
-    """A kind of product of an activation x and a factor, which is the weight in the dtype in which it is multiplied."""
+    """A kind of product of an activation x and a factor, which is the weight in the dtype of the product."""
 
     multiply: Callable[..., Tensor]
     """(x, factor, bias, *others) -> product."""
     of_input: Callable[..., Tensor | None]
     """(gradient, x, factor, *others) -> gradient of x."""
     of_factor: Callable[..., Tensor | None]
-    """(gradient, x, weight, *others) -> gradient of the factor, a new tensor; of the weight it may read the form. None
-    if it is added to a sum elsewhere."""
+    """(gradient, x, weight, *others) -> gradient of the factor, a new tensor; reads only the weight's form. None if it
+    adds the gradient to a sum itself."""
     keeps_input: bool = True
     """Whether the gradients depend on x; else they get None for it, and `others` alone are kept."""
     add_of_input: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -273,7 +269,7 @@ class _ProductCall(NamedTuple):
     place: Tensor
     cast_back: torch.dtype | None
     factor: list[Tensor]
-    """Emptied when it is saved: a factor that recomputation makes again must not be held from here."""
+    """Emptied when saved: a factor that recomputation makes again must not be kept alive here."""
 
 
 def multiply(
@@ -287,19 +283,21 @@ def multiply(
 ) -> Tensor:
     """`rule`'s product of x and `weight`, whose gradient is put into `gradients`.
 
-    `factor` is the weight as it is multiplied, if that is in another dtype. `others` have no gradient.
+    `factor` is the weight in the product's dtype, if that differs. `others` have no gradient.
     """
     # Without any input that needs a gradient (token ids) the product would have no backward.
     anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
     cast = factor is not None
-    # Autocast casts a parameter once for all its uses, which are summed before that is undone, and each view by itself.
+    # Autocast casts a parameter once for all uses, whose gradients are summed before the cast back, but a view each
+    # time.
     cast_back = weight.dtype if cast and weight._base is not None else None
     place, held = gradients.place(weight, cast=cast), [weight if factor is None else factor]
     return _apply_product(_ProductCall(gradients, rule, weight, place, cast_back, held), anchor, x, bias, *others)
 
 
 class _Product(torch.autograd.Function):
-    """A product whose weight is no part of the graph: I gives its hooks nothing. Lists hide tensors from autograd."""
+    """A product without its weight in the graph, so that I does not call its hooks. Lists hide tensors from
+    autograd."""
 
     @staticmethod
     def forward(
@@ -313,20 +311,20 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (deferred, rule, weight, place, cast_back, _) = gradients, ctx.call
-        factor, x, *others = ctx.saved_tensors  # recomputation may run here, and is watched
+        factor, x, *others = ctx.saved_tensors  # recomputation may run here, under the collector
         make = partial(rule.of_factor, gradient, x, weight, *others)
         with torch._C.DisableTorchFunction():
             of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
             if cast_back is not None:
                 make = partial(_cast_back, cast_back, *make.args, of=make.func)
             deferred.put(weight, place, make)
-        # Autograd itself sums the rows of the bias's.
+        # Autograd itself sums the rows of the bias's gradient.
         of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
         return None, None, of_input, of_bias, *(None for _ in others)
 
 
 _apply_product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
-"""`_Product.apply` without what it does for functorch, which takes as long as a small product."""
+"""`_Product.apply` without its work for functorch, which takes as long as a small product."""
 
 
 def _cast_back(dtype: torch.dtype, *operands: Tensor, of: Callable[..., Tensor]) -> Tensor:
@@ -334,7 +332,7 @@ def _cast_back(dtype: torch.dtype, *operands: Tensor, of: Callable[..., Tensor])
 
 
 class _Elsewhere(torch.autograd.Function):
-    """A weight for a function that is not deferred: its gradient is put to the weight's others when it is there."""
+    """An alias of a weight for a function that is not deferred: its gradient joins the weight's deferred ones."""
 
     @staticmethod
     def forward(ctx: Any, gradients: DeferredGradients, weight: list[Tensor], place: list[Tensor], _: Tensor) -> Tensor:

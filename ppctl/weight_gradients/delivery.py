@@ -1,4 +1,4 @@
-"""How W hands weights' gradients to autograd: the sum of a weight's parts, once."""
+"""W's delivery of weight gradients to autograd: the sum of a weight's parts, once."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ AT_ONCE = 16 * 2**20
 """Bytes of weights for which autograd is called once in W: a call takes longer than a small product."""
 
 TOGETHER = 2**19
-"""Bytes of weights whose gradients are made together in such a call: the next ones are made when these are stored. More
-would have left the processor's cache by then; for less, going on to the next takes longer than what it saves."""
+"""Bytes of weights whose gradients are made together in such a call, before the next ones. More would leave the
+processor's cache; with less, the overhead exceeds the gain."""
 
 Make = Callable[[], Tensor | None]
-"""Computes one use's part of a weight's gradient, a new tensor of its shape; None if it has stored that elsewhere."""
+"""A function that computes one use's part of a weight's gradient, as a new tensor; None if it stores the part
+itself."""
 
 LEAVE_WHOLE = "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))"
 
 
 class Use(NamedTuple):
-    """A weight as one product had it (a parameter, or a view of one), and this use's part of its gradient."""
+    """A weight in one product (a parameter, or a view of one), and this use's part of its gradient."""
 
     weight: Tensor
     place: Tensor
-    """The weight as the node that keeps this use's place among others (`DeferredGradients.place`)."""
+    """The weight's node that keeps this use's place among others (`DeferredGradients.place`)."""
     make: Make
     version: int
-    """Sum of the versions of what `make` reads; in-place operations increase it."""
+    """Sum of the versions of the tensors that `make` reads; in-place operations increase it."""
 
 
 def operands(weight: Tensor, make: Make) -> Iterator[Tensor]:
-    """The tensors that are kept for one use of a weight: all that `make` reads but the weight."""
+    """The tensors kept for one use of a weight: all that `make` reads except the weight."""
     if isinstance(make, partial):
         yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
 
@@ -47,11 +48,11 @@ def version_of(weight: Tensor, make: Make) -> int:
 
 
 def deliver(groups: list[list[Use]]) -> None:
-    """Hand parameters the sums of their uses' parts, through autograd: each group when the group before is stored."""
-    # Autograd runs what was made last first, and stores a gradient before it goes on.
+    """Give parameters the sums of their uses' parts, through autograd: each group after the previous one is stored."""
+    # Autograd runs the last made node first, and stores a gradient before it goes on.
     roots = tuple(_sums(groups.pop()) for _ in range(len(groups)))
     seeds = tuple(root.detach() for root in roots)
-    # What torch.autograd.backward comes down to, which imports sympy.
+    # The core of torch.autograd.backward, which itself imports sympy.
     _engine_run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
@@ -75,7 +76,7 @@ def _sums(uses: list[Use]) -> Tensor:
 
 
 class _Sums(autograd.Function):
-    """Its backward makes gradients, so that nobody else holds one when it arrives: else autograd would copy it."""
+    """Its backward makes gradients, so that nothing else refers to them: otherwise autograd would copy them."""
 
     @staticmethod
     def forward(ctx: Any, makes: list[list[Make]], *weights: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ _apply_sums: Callable[..., Tensor] = super(autograd.Function, _Sums).apply
 
 
 def _sum(makes: list[Make]) -> Tensor | None:
-    """The sum of the parts in their order; each is forgotten when it is made."""
+    """The sum of the parts in order; each `make` is dropped after its call."""
     makes.reverse()
     total = makes.pop()()
     while makes:

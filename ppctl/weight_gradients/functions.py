@@ -1,6 +1,6 @@
 """Deferred weight gradients of autograd functions and modules that users bring: the registration `split_backward`.
 
-What stays in I all the same is reported in the log, once for each stage.
+Gradients that stay in I are reported in the log, once for each stage.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def split_backward(
     `forward`) `weights` are parameters: if a backward is split their gradients are computed in W. `of_input(ctx,
     *gradients)` returns what the function's backward returns, in which the weights' places are ignored, and
     `of_weights(ctx, *gradients)` a tuple with the weights' gradients alone, in the order of `weights`; None is for a
-    gradient that it has stored itself. `ctx` has what forward put there. Without the two the function's own backward
-    runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone: right for a backward
-    that computes what is needed. Calls for which `applies(*arguments)` is false are left whole.
+    gradient that the function has stored itself. `ctx` has what forward put there. Without the two the function's own
+    backward runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone: right for a
+    backward that computes what is needed. Calls for which `applies(*arguments)` is false are left whole.
 
-    Or `target` is a module: in it and in its submodules whatever keeps the operands of weight gradients in a
-    `wgrad_store` until `backward_dw()` is called (Transformer Engine's modules with `delay_wgrad_compute=True`) gets
-    that called in W; if a backward is whole, at its end.
+    Or `target` is a module: `backward_dw()` of it and of its submodules that keep the operands of weight gradients in a
+    `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) is called in W, or at the end of a whole
+    backward.
 
     Another registration of a function replaces the first. Raises ConfigError (PP-E130) for anything else.
     """
@@ -66,7 +66,7 @@ def split_backward(
     whole = getattr(target.apply, "whole", target.apply)
     apply = partial(_apply, rule, whole)
     apply.whole = whole  # type: ignore[attr-defined]  # a partial takes attributes
-    target.apply = apply  # type: ignore[method-assign]  # in a class it is no method: nothing is bound
+    target.apply = apply  # type: ignore[method-assign] # a partial in a class is no method: nothing is bound
 
 
 class _Rule(NamedTuple):
@@ -78,8 +78,7 @@ class _Rule(NamedTuple):
 
 
 def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:
-    """`Function.apply`, but split into I and W in an F whose backward is split, if all of its weights can be
-    deferred."""
+    """`Function.apply`, but split into I and W in an F with a split backward, if all weights can be deferred."""
     gradients = collector()
     if gradients is None:
         return whole(*args)
@@ -97,7 +96,7 @@ def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Context:
-    """Stands in for autograd's context in the forward, the I and the W of a function that is split."""
+    """Stands in for autograd's context in the forward, the I and the W of a split function."""
 
     def __init__(self, real: Any, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -106,16 +105,16 @@ class _Context:
         self.set_materialize_grads = real.set_materialize_grads
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors, which autograd's own context saves when the forward is over."""
+        """Keep tensors, which autograd's own context saves after the forward."""
         self.saved_tensors = tensors
 
     def release(self) -> None:
-        """Forget autograd's own context, which holds the graph."""
+        """Drop autograd's own context, which holds the graph."""
         del self.mark_non_differentiable, self.mark_dirty, self.set_materialize_grads
 
 
 class _Split(Function):
-    """A function whose weights are no part of the graph: its backward is the I, and leaves the W to the collector."""
+    """A function whose weights are not in the graph: its backward is the I, and leaves the W to the collector."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
@@ -150,7 +149,7 @@ class _Split(Function):
             for place in rule.weights:
                 of_args[place] = None
         context.saved_tensors = ()
-        # Tensors are the arguments of what W calls: whoever looks what is kept, or has changed, finds them there.
+        # Tensors are arguments of W's calls, where checks of kept and changed tensors find them.
         later = partial(_weight_gradient, rule, context, len(saved), {})
         for index, (weight, place) in enumerate(zip(weights, places, strict=True)):
             deferred.put(weight, place, partial(later, *saved, *gradients, index=index))
@@ -160,8 +159,8 @@ class _Split(Function):
 def _weight_gradient(
     rule: _Rule, context: _Context, saved: int, made: dict[int, Tensor | None], *tensors: Any, index: int
 ) -> Tensor | None:
-    """The gradient of weight `index` in the W of one call of a function; the first call computes the gradients of all
-    its weights into `made`, and later calls take theirs."""
+    """The gradient of weight `index` in the W of one call of a function; the first weight's call computes all gradients
+    into `made`, from which the others take theirs."""
     if index not in made:
         context.saved_tensors = tensors[:saved]
         context.needs_input_grad = tuple(i in rule.weights for i in range(len(context.needs_input_grad)))
@@ -176,7 +175,7 @@ def _weight_gradient(
 
 
 def _takes_context(function: Any) -> bool:
-    """Whether its forward gets the context, and not `setup_context`."""
+    """Whether the function's forward, not `setup_context`, gets the context."""
     return bool(function.setup_context is Function.setup_context)
 
 
@@ -184,7 +183,7 @@ _HOOKED: WeakSet[nn.Module] = WeakSet()
 
 
 def delays(module: Any) -> bool:
-    """Whether a module itself defers weight gradients: those around it have `backward_dw`, too."""
+    """Whether a module defers weight gradients itself, not through a submodule, for which it also has `backward_dw`."""
     store = getattr(module, "wgrad_store", None)
     if store is None or not callable(getattr(module, "backward_dw", None)):
         return False
@@ -221,7 +220,7 @@ def tell_what_stays(
     """Report, once for a module, which matrices' gradients are made in I: for the `on_deferred` of a stage's program.
 
     The share is their elements over the elements of all trained matrices, which is their share of the FLOPs of weight
-    gradients if every matrix meets the same tokens. What defers its own counts as deferred.
+    gradients if every matrix meets the same tokens. Modules that defer their own gradients count as deferred.
     """
     if module not in _TOLD:
         _TOLD.add(module)

@@ -1,7 +1,7 @@
 """Finds products with weights in any module while its forward runs, by a mode that intercepts torch's functions.
 
-The mode sees what Python calls. Inside functions of torch that call others (`F.multi_head_attention_forward`) and
-inside an `autograd.Function` it sees nothing: weights that are used there are left whole, in I.
+The mode sees Python's calls. Inside functions of torch that call others (`F.multi_head_attention_forward`) and inside
+an `autograd.Function` it sees nothing: gradients of weights used there stay in I.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace a product with a weight by one whose weight gradient is deferred; every other function runs as it
-        is."""
+        """Replace a product with a weight by one whose weight gradient is deferred; other functions run as they are."""
         kwargs = kwargs or {}
         if function in _LOOKS or getattr(function, "__name__", "") == "__get__":
             return function(*args, **kwargs)
@@ -55,7 +54,7 @@ class _Mode(TorchFunctionMode):
                 )
             )
         if function in (torch.autograd.backward, Tensor.backward):
-            with self:  # a backward in a backward, which runs more forwards: of `checkpoint(use_reentrant=True)`
+            with self:  # a backward in a backward, with further forwards: `checkpoint(use_reentrant=True)`
                 return _run_backward(*args, **kwargs)
         if function is torch.autograd.grad:
             self.gradients.drops = True
@@ -105,7 +104,7 @@ def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _taken(gradients: DeferredGradients, x: Any, weight: Any, dims: int) -> bool:
-    """Whether it is a product of floating point matrices with a weight that is deferred."""
+    """Whether x and `weight` make a product of floating-point matrices whose weight gradient is deferred."""
     plain = type(x) in PLAIN and isinstance(weight, Tensor) and x.is_floating_point()
     return plain and x.dim() >= 2 and weight.dim() == dims and gradients.takes(weight)
 
@@ -182,9 +181,9 @@ _LOOKS = frozenset(
     )
     if hasattr(owner, name)
 )
-"""Functions that leave a parameter what it was: views, and questions about its form."""
+"""Functions that do not compute with a parameter: views, and queries of its form."""
 
 _COPIES_PERHAPS = frozenset(
     getattr(Tensor, name) for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten")
 )
-"""Methods that return a view or the tensor itself if nothing is to be done, and else a copy."""
+"""Methods that return a view or the tensor itself if possible, else a copy."""

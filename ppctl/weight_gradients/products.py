@@ -17,10 +17,10 @@ from ppctl.weight_gradients.wide_sums import AtOnce, add_gradient, sum_of
 def linear(gradients: DeferredGradients | AtOnce, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., in], at least two dims, weight [out, in], bias [out]: [..., out].
 
-    Beside a sum of the weight's gradients its backward adds to that.
+    If the weight has a sum of its gradients, the backward adds to it.
     """
     total = sum_of(weight)
-    if total is not None:  # then nothing is cast
+    if total is not None:  # with a sum nothing is cast
         rule = ProductRule(F.linear, _of_input, partial(add_gradient, total))
         return multiply(gradients, rule, weight, x, bias=bias)
     return product(gradients, _LINEAR, x, weight, bias)
@@ -43,7 +43,8 @@ def spaced(x: Tensor, weight: Tensor, between: Tensor, widths: Sequence[int]) ->
     """x [b, s, in] times the transpose of a weight whose outputs are groups of two widths: the first of each, with
     `between` [b, 1, s, gap] behind it, [b, groups, s, first + gap], and the second, [b, groups, s, second].
 
-    Both look into one memory, into which the product writes. Beside a sum of the weight's gradients (`wide_sums`).
+    Both are views of one memory, into which the product writes. For weights with a sum of their gradients
+    (`wide_sums`).
     """
     both: tuple[Tensor, Tensor] = _Spaced.apply(x, between, deferring(weight) or AtOnce(), [weight], widths)  # type: ignore[no-untyped-call]  # torch's own
     return both
@@ -92,14 +93,14 @@ def embedding(
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x, the factor that the weight becomes, if that is another tensor, and the bias, as autocast would cast them."""
+    """(x, the factor if it is another tensor than the weight, bias), as autocast would cast them."""
     if not torch._C._is_any_autocast_enabled():
         return x, None, bias
     kind = x.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)) or x.dtype == torch.float64:
         return x, None, bias
     dtype = torch.get_autocast_dtype(kind)
-    # The copy needs a gradient, as the weight does: on that depends how torch folds the dims of a product.
+    # The copy needs a gradient, as the weight does: torch's folding of a product's dims depends on this.
     factor = None if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
     return x.to(dtype), factor, None if bias is None else bias.to(dtype)
 

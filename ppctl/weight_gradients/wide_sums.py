@@ -15,10 +15,10 @@ class WideSum(NamedTuple):
     total: Callable[[], Tensor | None]
     """The sum so far; None before the first gradient of a step."""
     begin: Callable[[Tensor | None], None]
-    """Take a tensor as the sum; None: there is no gradient yet."""
+    """Set the sum to a tensor; None: there is no gradient yet."""
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient: `wide`, which keeps what bfloat16 would round away."""
+        """Add a gradient; one in the sum's dtype keeps what bfloat16 would round away."""
         total = self.total()
         if total is None:
             self.begin(gradient.float())
@@ -51,14 +51,14 @@ def adds_products(device: torch.device) -> bool:
 
 
 def sum_of(weight: Tensor) -> WideSum | None:
-    """The sum to which products add the gradient of this weight themselves: the parameter's attribute `wide_sum`. None
-    if autograd has it, as of any view."""
+    """The sum to which products add the gradient of this weight themselves (the parameter's attribute `wide_sum`); None
+    if autograd accumulates it, as for any view."""
     found: WideSum | None = getattr(weight, "wide_sum", None)
     return found if weight.requires_grad else None
 
 
 class AtOnce:
-    """In place of a collector (`DeferredGradients`) in whole backwards: gradients are made when they are put."""
+    """Stands in for a collector (`DeferredGradients`) in whole backwards: gradients are made immediately."""
 
     def place(self, weight: Tensor, *, cast: bool) -> Tensor:
         """The weight."""

@@ -328,7 +328,7 @@ def test_a_signal_ends_the_job_after_saving_within_ten_seconds(text, tmp_path, n
     assert "stopped after saving; go on with:\n  " in out
     if number == signal.SIGINT:
         assert re.fullmatch(
-            r"saving after step \d+, then stopping; Ctrl-C once more ends at once\nstopped by Ctrl-C\n",
+            r"saving after step \d+, then stopping; Ctrl-C once more ends immediately\nstopped by Ctrl-C\n",
             err[err.index("saving") :],
         )
 

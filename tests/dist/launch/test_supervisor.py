@@ -217,7 +217,7 @@ def test_ctrl_c_saves_once_a_step_is_done_and_the_job_ends_with_75(run: RunDir) 
     launcher.wait_for("pid")
     code, out, err = launcher.end(signal.SIGINT)
     assert (code, out) == (75, "")
-    assert err == "saving after step 8, then stopping; Ctrl-C once more ends at once\nstopped by Ctrl-C\n"
+    assert err == "saving after step 8, then stopping; Ctrl-C once more ends immediately\nstopped by Ctrl-C\n"
     status = run.status()
     assert (status["state"], status["step"], status["message"]) == ("stopped", 7, "stopped by Ctrl-C")
     assert launcher.wait_for("saved") == [str([int(signal.SIGTERM)])] * 2

@@ -145,7 +145,7 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--tokenizer-model", "llama/tokenizer.model"], "PP-E107", "directory with a tokenizer.json"),
         (["--no-position-embedding"], "PP-E109", "with rope only, where it changes nothing"),
         (["--lr-warmup-init", "1e-7"], "PP-E108", "a warm-up that begins above 0"),
-        (["--lr-warmup-init", "0.0"], "PP-E109", "it is so in any case"),
+        (["--lr-warmup-init", "0.0"], "PP-E109", "ppctl always does so"),
         (["--step-batch-size-schedule", "16"], "PP-E108", "a batch that grows by steps of its own"),
         (["--optimizer", "muon"], "PP-E107", "optim.name=muon"),
         (["--optimizer", "adam"], "PP-E107", "optim.name=adamw"),

@@ -357,7 +357,7 @@ def test_a_recipe_that_is_there_is_not_replaced(capsys: pytest.CaptureFixture[st
 def test_on_a_pipe_the_best_so_far_is_a_line_of_stderr_and_json_stays_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppctl.cli.search._TOLD", 0.0)
+    monkeypatch.setattr("ppctl.cli.search._SECONDS_BETWEEN_LINES", 0.0)
     assert main(["search", *SMALL, "--refine", "0", "--json"]) == 0
     said = capsys.readouterr()
     rows = json.loads(said.out)["rows"]
