@@ -43,16 +43,17 @@ def test_from_a_directory_and_conversations_to_adapters_that_peft_loads(home: Pa
     assert main(["data", "show", "chat.jsonl", "--format", "chat", "--tokenizer", "base"]) == 0
     shown = capfd.readouterr().out
     assert "  <|im_start|>assistant\\n\n+ yes" in shown and "+ <|im_start|>" not in shown
-    assert main(["plan", *TYPED, "model.lora.dropout=0.1"]) == 2
-    assert "model.lora.dropout=0" in capfd.readouterr().err
+    assert main(["plan", *TYPED, "model.lora.dropout=1"]) == 2
+    assert "dropout=1 is no number from 0 to below 1" in capfd.readouterr().err
     assert main(["plan", *(word.replace("[q_proj,v_proj]", "[lm_head]") for word in TYPED)]) == 2
     assert "lm_head is outside the decoder layers, as lm_head; these have down_proj, " in capfd.readouterr().err
-    assert main(["train", *TYPED]) == 0
+    assert main(["train", *TYPED, "model.lora.dropout=0.1"]) == 0
     (run,) = Path("runs", "run").iterdir()
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in steps if "loss_tokens" in line]
     assert steps[-1]["loss"] < steps[0]["loss"] and 0 < steps[0]["loss_tokens"] < 240
     assert main(["ckpt", "export", "--hf", str(run), "adapter"]) == 0
+    assert json.loads(Path("adapter", "adapter_config.json").read_text())["lora_dropout"] == 0.1
     base = AutoModelForCausalLM.from_pretrained("base")
     tokens = torch.arange(12)[None]
     with torch.no_grad():
