@@ -93,9 +93,9 @@ def check(
     beyond = beyond_limits(config)
     # A value that was derived from a wrong one is wrong too: one problem is enough.
     first = [key for key in beyond if not provenance.get(key, "").startswith("derived")]
-    report((_beyond(key, config[key], usual) for key in first), skip)
     # Rules between values see only values within their limits: they stay fast, and no value has two problems.
     sound = within_limits(config, usual)
+    report((_beyond(key, config[key], usual, sound) for key in first), skip)
     report(_with_working_remedies(sound, usual), {*skip, *beyond})
     filled = replace(sound.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
     problems += parallel_problems(filled)
@@ -181,15 +181,19 @@ def notes(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
     return [*scale.steps_in_words(config, provenance), *learning_rate.unreached_peak(config)]
 
 
-def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
+def _beyond(name: str, value: Any, usual: Mapping[str, Any], sound: RunConfig) -> Finding:
     """The finding of a value beyond its limit. Its remedy is the word that was meant, else the usual value, and instead
-    of null an example."""
+    of null an example, unless a rule between values refuses that beside `sound`, the other values."""
     key = text_keys()[name]
     message, meant = key.misfit(value)
     fitting = _usual(name, usual) if meant is None else meant
+    remedy = as_typed(name, fitting)
     if fitting is None and isinstance(key.limit, Form):
-        fitting = key.limit.example
-    return (name,), message, as_typed(name, fitting)
+        example = as_typed(name, key.limit.example)
+        mended = _mended(sound, example)
+        if mended is None or not any(name in keys for keys, _, _ in _findings(mended)):
+            remedy = example
+    return (name,), message, remedy
 
 
 def _usual(name: str, usual: Mapping[str, Any]) -> Any:

@@ -50,7 +50,7 @@ STATE = {
 }
 CHECKPOINT = "checkpoints/step-2"
 SEEDED = 20
-"""Alterations of each file in `make test`; all of them in `make test-all`."""
+"""Alterations of each file in `make test`; ten times as many in `make test-all`, and all of them in `make soak`."""
 
 
 @pytest.fixture
@@ -119,15 +119,15 @@ def test_what_is_no_file_of_a_run_is_refused_by_code(run: RunDir, ends: Callable
         (run.path / name).write_bytes(keep)
 
 
-def altered_text(text: bytes, name: str, whole: bool) -> Iterator[tuple[str, bytes]]:
+def altered_text(text: bytes, name: str, most: int | None) -> Iterator[tuple[str, bytes]]:
     """The text of a file with one value changed, a text for each."""
     if name == "config.yaml":
-        for what, tree in sample(altered(yaml.load(text, yaml.CSafeLoader)), whole):
+        for what, tree in sample(altered(yaml.load(text, yaml.CSafeLoader)), most):
             with suppress(UnicodeEncodeError, yaml.YAMLError):  # what YAML cannot hold
                 yield what, yaml.dump(tree, Dumper=yaml.CSafeDumper).encode()
         return
     lines = text.splitlines() if name == "metrics.jsonl" else [text]
-    for what, other in sample(altered(json.loads(lines[-1])), whole):
+    for what, other in sample(altered(json.loads(lines[-1])), most):
         yield what, b"\n".join([*lines[:-1], json.dumps(digested(name, other)).encode(), b""])
 
 
@@ -139,24 +139,29 @@ def digested(name: str, plan: Any) -> Any:
     return plan
 
 
-def sample(items: Iterator[Any], whole: bool) -> list[Any]:
+def sample(items: Iterator[Any], most: int | None) -> list[Any]:
     """All, or a seeded sample."""
     found = list(items)
-    return found if whole else random.Random(27).sample(found, min(SEEDED, len(found)))
+    return found if most is None else random.Random(27).sample(found, min(most, len(found)))
 
 
 IN_A_RUN = [name for name in FILES if not name.startswith("checkpoints/") and name != "command.txt"]
-WHOLE = pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=[pytest.mark.whole, pytest.mark.timeout(900)])]
+MOST = pytest.mark.parametrize(
+    "most",
+    [
+        pytest.param(SEEDED, id="False"),
+        pytest.param(10 * SEEDED, id="more", marks=[pytest.mark.whole, pytest.mark.timeout(900)]),
+        pytest.param(None, id="True", marks=[pytest.mark.soak, pytest.mark.timeout(3000)]),
+    ],
 )
 
 
-@WHOLE
+@MOST
 @pytest.mark.parametrize("name", IN_A_RUN)
 def test_an_altered_value_of_a_runs_file_is_refused_by_code(
-    run: RunDir, ends: Callable[[str], str], name: str, whole: bool
+    run: RunDir, ends: Callable[[str], str], name: str, most: int | None
 ) -> None:
-    for what, text in altered_text((run.path / name).read_bytes(), name, whole):
+    for what, text in altered_text((run.path / name).read_bytes(), name, most):
         (run.path / name).write_bytes(text)
         ends(f"{name}: {what}")
 
@@ -177,25 +182,25 @@ def read_checkpoint(run: RunDir, more: bool = False) -> None:
         assert main(["ckpt", *command]) in (0, 1, 2, 3), command
 
 
-@WHOLE
-def test_an_altered_manifest_is_refused_by_code(run: RunDir, whole: bool) -> None:
+@MOST
+def test_an_altered_manifest_is_refused_by_code(run: RunDir, most: int | None) -> None:
     """Its seal is right: that proves nothing about who wrote it."""
     file = run.path / CHECKPOINT / "manifest.json"
     manifest = json.loads(file.read_bytes())
     few = [*list(manifest["tensors"].items())[:2], *((k, v) for k, v in manifest["tensors"].items() if "step" in k)]
-    for _, other in sample(altered(manifest | {"tensors": dict(few)}), whole):
+    for _, other in sample(altered(manifest | {"tensors": dict(few)}), most):
         with suppress(UnicodeEncodeError):
             file.write_bytes(sealed(other))
             read_checkpoint(run)
 
 
-@WHOLE
-def test_an_altered_state_is_refused_by_code(run: RunDir, whole: bool) -> None:
+@MOST
+def test_an_altered_state_is_refused_by_code(run: RunDir, most: int | None) -> None:
     """Its digest is right."""
     state = json.loads((run.path / CHECKPOINT / "state.json").read_bytes())
-    for _, other in sample(altered(state), whole):
+    for _, other in sample(altered(state), most):
         write_state(run.path / CHECKPOINT, other)
-        read_checkpoint(run, more=whole)
+        read_checkpoint(run, more=most != SEEDED)
 
 
 def test_a_tensor_of_many_parts_is_checked_in_seconds(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
