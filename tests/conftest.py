@@ -38,10 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The file that takes one worker twenty minutes in `make test-all` comes first; another runs the rest meanwhile."""
+    """The file that takes one worker longest in `make test-all` comes first; another runs the rest meanwhile."""
     left = Path(__file__).with_name("left_to_test_all.txt").read_text().splitlines()
     mark_whole(items, left, complete=not any("::" in argument for argument in config.args))
-    items.sort(key=lambda item: item.path.name != "test_hostile_values.py")
+    items.sort(key=lambda item: item.path.name != "test_foreign_cuts.py")
 
 
 @pytest.fixture(autouse=True)
