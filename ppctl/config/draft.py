@@ -261,7 +261,7 @@ def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arg
             value = parse(f"{key}={text}").value()
             draft.put(known, value if key == known else {key.rpartition(".")[2]: value}, source)
         except ConfigError as error:
-            draft.problems += [with_remedy(replace(p, place=f"{known} ({PLACE})"), draft) for p in error.problems]
+            draft.problems += [replace(p, place=f"{known} ({PLACE})") for p in error.problems]  # remedies come last
             continue
         draft.typed.add(known)
 
