@@ -10,6 +10,7 @@ module and unpickles no argument: the ranks do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import io
@@ -32,6 +33,8 @@ from torch.overrides import TorchFunctionMode
 IMPORTED_ONCE = ("torch._dynamo", "pytest", "ppctl.train.loop", "ppctl.rank.worker", "ppctl.checkpoint.saver")
 """What forked ranks need not import again: the first for an optimizer's first step, the others for a test's module.
 They would be most of a rank's seconds."""
+IMPORTED_IF_THERE = ("transformers.modeling_utils",)
+"""What ranks of foreign models need not import again, where it is installed."""
 
 GRACE = 15.0
 """Seconds that the others have to end by themselves after the first failure."""
@@ -221,6 +224,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
+    for name in IMPORTED_IF_THERE:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("importing torch started threads: ranks forked from here could hang")
     requests, replies = int(sys.argv[1]), int(sys.argv[2])

@@ -49,12 +49,24 @@ def test_torchs_agents_ask_more_often_the_more_they_are_only_where_they_write_at
     assert many["get"] <= 5 * few["get"] and many["compare_set"] <= 8 * few["compare_set"]
 
 
-@pytest.mark.whole
-def test_a_start_of_2048_ranks() -> None:
+def assert_a_start_asks_little(ranks: int) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise_file_limit()
-    found = phases(2048)
+    found = phases(ranks)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert found["roll call"].most_requests < 2 * 2048
-    assert found["roll call"].connections == 256 * 255
-    assert found["rendezvous"].requests + found["the run"].requests + found["roll call"].requests < 16 * 2048
+    hosts = ranks // 8
+    assert found["roll call"].most_requests < 2 * ranks
+    assert found["roll call"].connections == hosts * (hosts - 1)
+    assert found["rendezvous"].requests + found["the run"].requests + found["roll call"].requests < 16 * ranks
+
+
+@pytest.mark.whole
+def test_a_start_of_512_ranks() -> None:
+    assert_a_start_asks_little(512)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(480)
+def test_a_start_of_2048_ranks() -> None:
+    """A thread each: five minutes of a core."""
+    assert_a_start_asks_little(2048)
