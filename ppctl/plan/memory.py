@@ -112,8 +112,7 @@ def rank_pricer(
     setting = setting_of(config, sizes, micro_batch_size)
     kinds = [alike(config.model, config.train, stage.stage, stage.layers) for stage in stages]
     alive = once_a_kind(kinds, stages, lambda each: stage_activations(config.model, each.layers, setting, each.stage))
-    # a replay has second gradients, and the forward again
-    for at, stage in enumerate(stages if config.train.replay else ()):
+    for at, stage in enumerate(stages if config.train.replay else ()):  # second gradients, the forward again
         once, count = alive[at], trained_count(config.model, stage.layers)
         more = state_bytes(count, sizes, precision_of(config), "none").gradients
         alive[at] = once._replace(in_backward=max(once.in_backward, once.in_forward - once.kept) + more)
