@@ -16,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_counted = lru_cache(8)(torch.arange)  # all layers and microbatches of a shape need the same numbers
+
+@lru_cache(8)  # all layers and microbatches of a shape need the same numbers
+@torch.inference_mode(False)  # numbers first made during generation must serve training too
+def _counted(*bounds: int, device: torch.device) -> Tensor:
+    return torch.arange(*bounds, device=device)
 
 
 def copied(rows: Tensor, copies: Any) -> Tensor:
