@@ -209,7 +209,7 @@ class _Connections:
             self._count += 1
 
     def end(self) -> None:
-        """Count a closed connection."""
+        """Count a closed connection; the last one ends the process if a rank has been served."""
         with self._lock:
             self._count -= 1
             if self._count == 0 and self.has_served:

@@ -173,7 +173,7 @@ def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Prob
 
 
 def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list[Problem]]:
-    """`config` with the variables that ranks on GPUs need in `launch.env`, and problems of contradictions."""
+    """`config` with the variables that ranks on GPUs need in `launch.env`; a problem for each that contradicts them."""
     if config.launch.device != "cuda":
         return config, []
     environ, pp = os.environ, plan.sizes.pp

@@ -157,7 +157,7 @@ def _refuse_finished(run: RunDir, before: RunConfig, composed: Composed, checkpo
 
 
 def _refuse_past(changes: Mapping[str, list[Any]], config: RunConfig, checkpoint: Path) -> None:
-    """Raise ConfigError (PP-E648) if this command asks to keep steps that are done already."""
+    """Raise ConfigError (PP-E648) if this command asks to record steps that are done already."""
     done, problems = step_of(checkpoint), []
     for name in WATCHED:
         asked = changes[name][1] if name in changes else None

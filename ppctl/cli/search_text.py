@@ -41,7 +41,7 @@ def number(count: int, one: str, many: str = "") -> str:
 
 
 def counts(search: Search) -> str:
-    """How many configurations were cut off, left and planned, and what that proves."""
+    """How many configurations were ruled out, skipped and planned, and what that proves."""
     numbers = search.counts
     total, planned = number(numbers.total, "configuration"), number(numbers.planned, "was planned", "were planned")
     cut = number(numbers.memory, "needs", "need") + " more memory than there is"

@@ -70,6 +70,8 @@ class Turns:
             restore()
 
     def _second(self, piece: Callable[[], None], restore: Callable[[], None]) -> None:
+        """The second thread's work: wait for the first turn, then run `piece`. Raises its errors; returns if the first
+        piece failed."""
         with self._changed:
             try:
                 self._wait_for(1)

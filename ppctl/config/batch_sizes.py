@@ -129,7 +129,8 @@ def run_length(config: RunConfig) -> int | None:
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
-    """Findings about a growing batch that does not end at the global batch size, is too slow or has two lengths."""
+    """Findings about a run length given twice or inconsistently, or a batch ramp-up that never reaches the global batch
+    size or takes too many sizes."""
     train, key, full = config.train, "train.batch_rampup", "train.global_batch_size"
     if train.samples is not None and train.tokens is not None:
         message = "the length of the run is given in samples and in tokens"

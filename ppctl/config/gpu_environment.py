@@ -90,10 +90,12 @@ def _set_by_user(
 
 
 def refuse_backend(config: RunConfig, backends: str, nccl: tuple[int, ...] | None) -> None:
-    """Raise ConfigError (PP-E642) if ranks share a GPU, `backends` lack NCCL, and the config asks for it."""
+    """Raise ConfigError (PP-E642) if ranks share a GPU, `backends` lack NCCL, and the config asks for NCCL."""
     if "nccl" not in backends:
         version = ".".join(map(str, nccl or ()))
-        problems = _backend_of_shared_gpus(config, f"NCCL {version} is older than 2.30.7, or {SEVERAL_RANKS}=1 not set")
+        problems = _backend_of_shared_gpus(
+            config, f"NCCL {version} is older than 2.30.7, or {SEVERAL_RANKS}=1 is not set"
+        )
         if problems:
             raise ConfigError(problems)
 

@@ -149,7 +149,7 @@ def _as_one_of(kind: Any, value: Any) -> Any:
 
 
 def _fields_of_config_json(value: Any) -> Any:
-    """The mapping, in which null is an ordinary value of a field."""
+    """Convert `model.hf_overrides`; a field set to null is kept, as the text `null`."""
     if isinstance(value, Mapping):
         value = {name: "null" if each is None else each for name, each in value.items()}
     return _as_one_of(keys()["model.hf_overrides"].type, value)

@@ -76,7 +76,7 @@ class Blend:
     def samples(self, ids: Ids, seq_length: int) -> npt.NDArray[np.int64]:
         """The windows of samples `ids` (any shape), shape [*ids.shape, seq_length + 1], int64."""
         windows = np.empty((*ids.shape, seq_length + 1), dtype=np.int64)
-        for corpus, here, own in self._sorted(ids, seq_length):
+        for corpus, here, own in self._by_corpus(ids, seq_length):
             windows[here] = corpus.samples(own, seq_length)
         return windows
 
@@ -85,7 +85,7 @@ class Blend:
         marks in the tokens show this."""
         shape = (*ids.shape, seq_length)
         counts, places = np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
-        for corpus, here, own in self._sorted(ids, seq_length):
+        for corpus, here, own in self._by_corpus(ids, seq_length):
             details = corpus.details(own, seq_length)
             if details is None:
                 return None
@@ -102,7 +102,7 @@ class Blend:
         parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]
         return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
 
-    def _sorted(
+    def _by_corpus(
         self, ids: Ids, seq_length: int
     ) -> Sequence[tuple[Corpus | ConversationRows, npt.NDArray[np.bool_], Ids]]:
         """For each corpus: the positions of its samples in `ids`, and their ids in the corpus."""

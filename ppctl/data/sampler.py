@@ -37,7 +37,7 @@ def order(seed: int, first: int, count: int, num_samples: int, sample_order: int
     follow each other, each in an order of its own. `sample_order` is the version of the rule. Raises ValueError if
     there is no sample to draw from or a number is negative."""
     if first < 0 or count < 0:
-        raise ValueError(f"positions {first} .. {first + count} are not positions of a run")
+        raise ValueError(f"{count} positions from {first} are not positions of a run")
     return draw(seed, np.arange(first, first + count, dtype=np.int64), num_samples, sample_order)
 
 

@@ -76,11 +76,13 @@ def _train_whole(adapted: nn.Module, adapters: Adapters, anatomy: Anatomy) -> No
         chosen = [name for name in names if trained_whole(name, adapters._replace(modules_to_save=(module,)))]
         what = f"modules_to_save: {module}"
         if not chosen:
-            raise _wrong(f"{what} is the end of no name of a module with weights", remedy)
+            raise _wrong(f"modules_to_save: no module with weights has a name that ends in {module}", remedy)
         if held := next(filter(is_adapter, chosen), None):
             raise _wrong(f"{what} has an adapter in it: {held}", remedy)
         if anatomy.tied and {*chosen} & {*anatomy.uses}:
-            raise _wrong(f"{what} shares its weight, as {' and '.join(anatomy.uses)} are one in this model", remedy)
+            raise _wrong(
+                f"{what} has a shared weight: {' and '.join(anatomy.uses)} are the same tensor in this model", remedy
+            )
         for name in chosen:
             names[name].requires_grad_(True)
 

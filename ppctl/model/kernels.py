@@ -130,7 +130,10 @@ class Capability:
             return cls(device.type)
         compute = torch.cuda.get_device_capability(device)
         cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-        grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")  # later than _scaled_grouped_mm
+        grouped, scaled = (
+            hasattr(F, "grouped_mm"),
+            hasattr(F, "scaled_mm"),
+        )  # torch added these after _scaled_grouped_mm
         documents = _varlen_attn() if packed else None
         return cls(device.type, compute, documents, grouped, scaled, adds_products(device), fuses_swiglu(device), cuda)
 

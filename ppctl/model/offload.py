@@ -111,9 +111,11 @@ class Copies:
         return _mark(self._out)
 
     def back(self, items: Collection[Moved], out: Event) -> Event:
-        """Start to copy back what `out` brought out. `wait` before it is read.
+        """Start copying `items` back to the device, after the event `out` of their copy to the host. Pass the returned
+        event to `wait` before reading them.
 
-        The memory belongs to the stream that computes: that waits before it reads, and so before it frees.
+        The device memory is allocated on the compute stream, which waits for this copy before it reads the memory; so
+        it cannot be reused while the copy runs.
         """
         for moved in items:
             moved.device = torch.empty(moved.size, dtype=torch.uint8, device=self.device)

@@ -313,7 +313,7 @@ def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -
         message = f"schedule {name} has no warm-up that {EXTRA}={extra} could lengthen"
         violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: 0}))
     elif values[OVERLAP]:
-        message = f"{EXTRA}={extra}: the pairs of {OVERLAP} run one forward more ahead, and no others"
+        message = f"{EXTRA}={extra}: the pairs of {OVERLAP} already run one more forward ahead"
         violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: 0}, {OVERLAP: False}))
     elif extra > pp - 1:
         message = f"{EXTRA}={extra}: rank r of pp {pp} can run at most pp - 1 - r forwards more, here {pp - 1} to 0"
@@ -337,7 +337,9 @@ def decide_warmup(
     if values[EXTRA] != AUTO:
         return values[EXTRA], ()
     if values[OVERLAP]:
-        return 0, (Derived("extra_warmup", 0, f"extra_warmup 0: the pairs of {OVERLAP} run one forward more ahead"),)
+        return 0, (
+            Derived("extra_warmup", 0, f"extra_warmup 0: the pairs of {OVERLAP} already run one more forward ahead"),
+        )
     if choice.policy is None or not choice.policy.extra_warmup or values["pp"] == 1:
         return 0, (
             Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {values['pp']} needs none"),

@@ -126,7 +126,8 @@ def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microb
 
 
 def timed(values: ConfigValues, ways: Sequence[Way], choice: Choice) -> float:
-    """Seconds of a call under a choice that holds a schedule."""
+    """Simulated seconds of one schedule call with `choice`, which must hold a schedule; of the compute-only schedule if
+    the proof found problems."""
     assert choice.schedule is not None
     way = next(each for each in ways if each.placement == choice.schedule.placement)
     return _seconds(way, proved(values, choice.schedule, way.frozen_stages))

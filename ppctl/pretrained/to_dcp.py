@@ -168,7 +168,7 @@ class _Planner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The values of a part, or an empty object."""
+        """The values of a part, or the placeholder for a Megatron-core `_extra_state`."""
         if write_item.type == WriteItemType.BYTE_IO:
             data = io.BytesIO()
             torch.save([None], data)

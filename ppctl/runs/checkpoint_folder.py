@@ -171,7 +171,8 @@ def is_complete(path: Path) -> bool:
 
 
 def steps_back(directory: Path) -> list[StepBack]:
-    """The steps back of the run that saves in `directory`, in order. Raises CheckpointError (PP-E505) if unreadable."""
+    """The rollbacks recorded in `directory`, in order; none without the file. Raises CheckpointError (PP-E505) if it
+    is unreadable."""
     path = directory / PASSED
     with _os_errors_as_problems(path):
         try:

@@ -258,7 +258,7 @@ class _OrderSearch:
             return
         self.points.add(point)
         self.left -= _LIST_UNITS * self.length
-        rows = OrderByRule(self._seen(point), point.rule, self._limits(point)).made()
+        rows = OrderByRule(self._perturbed(point), point.rule, self._limits(point)).made()
         if rows is None or (value := self.consider(rows)) is None:
             return
         insort(self.best, (value, number, point))
@@ -266,7 +266,8 @@ class _OrderSearch:
         if value.step <= 1.02 * self.value.step and not self.at_bound:
             self.placed_anew(rows)
 
-    def _seen(self, point: _Point) -> Lanes:
+    def _perturbed(self, point: _Point) -> Lanes:
+        """The lanes with the costs that the point's rule sees."""
         stretch = None
         if point.noise:
             chance = Random(point.seed)

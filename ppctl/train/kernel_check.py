@@ -109,7 +109,8 @@ def _norm(use: KernelUse) -> Case:
 
 
 def _dispatch(use: KernelUse) -> Case:
-    """Rows of two experts each, multiplied at each expert by its weight and by 2 to the power of its rank's number."""
+    """Rows that each go to two experts. Each expert multiplies a row by its routing weight and by 2 ** (the expert's
+    rank)."""
     ranks, own = dist.get_world_size(), dist.get_rank()
     model = ModelConfig(num_moe_experts=2 * ranks, moe_router_topk=2)
     pairs = torch.combinations(torch.arange(2 * ranks, device="cpu"), 2)[own:]  # another number of rows on each rank
