@@ -121,13 +121,14 @@ def _watched(command: Sequence[str], environment: Mapping[str, str], directory: 
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(command, stdout=nowhere, stderr=pipe, env=dict(environment), bufsize=0) as child:
         assert child.stderr is not None  # it is a pipe
-        told = [b"\n"]
+        told, readable = [b"\n"], select.poll()  # select() takes no descriptor above 1,023
+        readable.register(child.stderr, select.POLLIN)
         try:
             while told != [b""]:
                 if told or begin:
                     text = visible(f"note: {time.monotonic() - began:.0f} s, examining {directory}: {lines[-1]}")[:room]
                     print(f"{begin}{text}", end=end, file=screen, flush=True)
-                told = [child.stderr.readline() for _ in select.select([child.stderr], [], [], 1.0)[0]]
+                told = [child.stderr.readline() for _ in readable.poll(1000)]
                 lines += [text for each in told if (text := each.decode(errors="replace").strip())]
         finally:
             print(begin, end="", file=screen, flush=True)

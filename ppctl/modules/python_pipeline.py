@@ -250,8 +250,11 @@ class Pipeline:
             self._communicator = Communicator(group, channels=channels, device=self.device, transport=how)
         self._known[batch.shapes] = Prepared(crossing, schedule, forwards)
         if self.device.type == "cuda":
-            run_dry(self._run_of(batch), self.device)
+            self._dry_pass(batch)
         return batch
+
+    def _dry_pass(self, batch: GivenBatch) -> None:
+        run_dry(self._run_of(batch), self.device)
 
     def _divide(self, given: Any) -> GivenBatch:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)

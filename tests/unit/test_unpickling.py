@@ -29,7 +29,7 @@ ALLOWED = {
     for file, names in {
         "job": "RendezvousClosedError RendezvousError RendezvousTimeoutError torch.distributed.elastic",
         "node": "RunResult SimpleElasticAgent WorkerGroup WorkerSpec WorkerState RendezvousClosedError",
-        "rendezvous": "RendezvousInfo RendezvousTimeoutError RendezvousTimeout C10dRendezvousBackend "
+        "rendezvous": "RendezvousConnectionError RendezvousInfo RendezvousTimeoutError RendezvousTimeout C10dRendezvousBackend "
         "DynamicRendezvousHandler",
     }.items()
     for name in names.split()

@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def agent_of(run: RunDir, life: str = "") -> Any:
     told = fence.variables(life, run.path)[fence.LIFE] if life else ""
-    return SimpleNamespace(run_dir=run, life=told, asked=0, in_slurm=True, in_pod=False)
+    return SimpleNamespace(run_dir=run, life=told, job="7", asked=0, in_slurm=True, in_pod=False)
 
 
 def requeued(
@@ -137,7 +137,7 @@ def test_the_agent_that_has_the_store_ends_the_job_also_of_a_life_in_which_it_st
     lives.begin(run, "j", 2, ["node-1"], 3)
     agent = agent_of(run, "j.1")
     agent.job, agent.asked, agent.in_pod, agent.in_slurm = "j", 15, False, False
-    agent.rendezvous = SimpleNamespace(shrink="wait", shutdown=lambda: None)
+    agent.rendezvous, agent.store = SimpleNamespace(shrink="wait", shutdown=lambda: None), store_of()
 
     def end() -> None:
         raise job.RendezvousClosedError

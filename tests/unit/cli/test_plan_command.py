@@ -318,9 +318,9 @@ def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -
     assert (code, err) == (0, "")
     table = out[out.index("if nodes are lost") :].splitlines()
     assert table[0] == "if nodes are lost, with the global batch of 512 samples"
-    assert [line.split()[:4] for line in table[2:4]] == [["2", "2", "2", "8"], ["1", "3", "2", "12"]]
+    assert [line.split()[:4] for line in table[2:4]] == [["2", "2", "2", "8"], ["1", "3", "4", "6"]]
     assert table[4] == "  2 lost: nodes=2"
-    assert "1 lost: pp=12 layout=null nodes=3; global_batch_size 512 = dp 3 x num_microbatches" in table[5]
+    assert "1 lost: pp=6 layout=null nodes=3; global_batch_size 512 = dp 3 x num_microbatches" in table[5]
     code, out, _ = run(capsys, "+recipe=llama3_8b", "--lost", "2", "--json")
     data = json.loads(out)
     (lost,) = data["lost"]

@@ -72,7 +72,7 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
 
 
 AS_PLANNED = """\
-quickstart fits: memory peaks at 113.62 MiB on pp_rank 0 in 0B0 (planned: 113.62
+quickstart fits: memory peaks at 108.12 MiB on pp_rank 0 in 0B0 (planned: 108.12
   MiB)
 a device has 64.00 GiB: 0.2% of it is used
 against the plan: weights, gradients and optimizer equal to the byte, kept
@@ -81,14 +81,14 @@ rehearsed: 2 of 2 ranks, one of each kind, with all 8 microbatches
 
 Peak memory in MiB, the action at the peak, and the rank that it follows from
 pp_rank  planned  measured  difference  at   from
-0         113.62    113.62       equal  0B0  rank 0
-1          96.26     96.26       equal  1B0  rank 1
+0         108.12    108.12       equal  0B0  rank 0
+1          93.51     93.51       equal  1B0  rank 1
 
 Activations of a microbatch in MiB: kept from forward to backward, and what is
   needed besides while these run
 stage  planned  measured  difference  more in F  more in B
-0        18.05     18.05       equal       1.00       2.00
-1        19.18     19.18       equal       1.00       2.00
+0        15.30     15.30       equal       1.00       2.00
+1        16.43     16.43       equal       1.00       2.00
 
 Where the host waits for the device
 ppctl/parallel/dispatch.py:59  3 to 4 per microbatch in forward  all ranks
@@ -115,17 +115,17 @@ send        pp        8  24.00  all ranks
 """
 
 OFF_PLAN = """\
-quickstart fits: memory peaks at 118.39 MiB on pp_rank 0 in 0B0 (planned: 113.62
+quickstart fits: memory peaks at 112.89 MiB on pp_rank 0 in 0B0 (planned: 108.12
   MiB)
 a device has 64.00 GiB: 0.2% of it is used
 against the plan: weights, gradients and optimizer within 4.77 MiB, kept
-  activations within 26.5%, peaks within 5.0%
+  activations within 31.2%, peaks within 5.1%
 rehearsed: 2 of 2 ranks, one of each kind, with all 8 microbatches
 
 Peak memory in MiB, the action at the peak, and the rank that it follows from
 pp_rank  planned  measured  difference  at   from
-0         113.62    118.39      +4.20%  0B0  rank 0
-1          96.26    101.03      +4.95%  1B0  rank 1
+0         108.12    112.89      +4.41%  0B0  rank 0
+1          93.51     98.28      +5.10%  1B0  rank 1
 
 State in MiB, where it is not as planned
                 planned  measured  difference
@@ -135,8 +135,8 @@ rank 1 weights     2.97      7.74   +4.77 MiB
 Activations of a microbatch in MiB: kept from forward to backward, and what is
   needed besides while these run
 stage  planned  measured  difference  more in F  more in B
-0        18.05     22.82     +26.42%       1.00       2.00
-1        19.18     23.94     +24.87%       1.00       2.00
+0        15.30     20.07     +31.16%       1.00       2.00
+1        16.43     21.19     +29.03%       1.00       2.00
 """
 
 
@@ -153,7 +153,7 @@ def test_state_is_a_table_only_where_it_is_not_as_planned() -> None:
     ("memory", "verdict"),
     [
         ("0.12GiB", "quickstart fits: memory"),
-        ("0.1125GiB", "quickstart fits, tight: memory"),
+        ("0.107GiB", "quickstart fits, tight: memory"),
         ("0.05GiB", "quickstart does not fit: memory"),
         ("null", "quickstart is held against no limit (launch.device_memory=null): memory"),
     ],
