@@ -104,8 +104,7 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: bool, weights: Tensor | None, x: Tensor, up: Tensor | None) -> Any:
         weights = None if weights is None else weights.to(x.dtype)  # from which autocast may make two
-        # The kernels compile for nothing else, and under autocast an addition may have made x wide.
-        fused = fused and up is not None and x.dtype == up.dtype == torch.bfloat16
+        fused = fused and up is not None and x.dtype == up.dtype == torch.bfloat16  # no kernel compiles for others
         ctx.way = torch.ops.ppctl.swiglu if fused else by_steps
         ctx.save_for_backward(x, up, weights)
         return ctx.way(None, x, up, weights)[0]
