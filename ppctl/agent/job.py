@@ -262,8 +262,7 @@ def _too_few(agent: NodeAgent, remedy: str, error: Exception, *, serves: bool) -
         keys = [f"{CAME}/{number + 1}" for number in range(min(store.plain.add(CAME, 0), 10_000))]
         came = [store.get(key) for key in keys if store.plain.check([key])]  # who died may have written no name
         absent = _absent(here := agent.rendezvous.here() if goes_on else came)
-        why = goes_on and lives.why(run, [*here, *absent], here)
-        goes_on |= _requeue(run, agent, why or message, absent)
+        goes_on |= _requeue(run, agent, (goes_on and lives.why(run, [*here, *absent], here)) or message, absent)
     if not goes_on:
         raise TrainingError(Problem("PP-E709", message, remedy)) from error
     if agent.in_pod:
