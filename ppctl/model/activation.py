@@ -6,6 +6,8 @@ run elsewhere stays where it is. silu(x) is made again in the backward, and not 
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import cache
 from itertools import product
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _TEXT = """
 template <typename T> T rounded(T x) { return T(at::BFloat16(x)); }
@@ -47,15 +50,23 @@ _LIBRARY.impl("swiglu", _by_kernel, "CUDA")
 _LIBRARY.impl("swiglu", lambda g, x, _, weights: [torch.empty_like(x) for _ in range(_results(g, weights))], "Meta")
 
 
-def fuses_swiglu(device: torch.device) -> bool:
-    """Whether this device and torch have the kernels, tried on small matrices."""
+def fuses_swiglu(device: torch.device, *, weighted: bool) -> bool:
+    """Whether this device and torch have the kernels, tried on small matrices; those with weights are tried, which
+    compiles them, only if `weighted`. Says on stderr why not."""
     g, x, up = torch.linspace(-8, 8, 3 * 24 * 16, device=device).bfloat16().view(3, 24, 16)
-    cases = [(gradient, x, up, weights) for gradient, weights in product((None, g), (None, up[:, :1]))]
     try:
-        pairs = [pair for case in cases for pair in zip(_by_kernel(*case), by_steps(*case), strict=True)]
-    except (AssertionError, AttributeError, RuntimeError):
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            raise RuntimeError("jiterator's cache of kernels counts on Python's GIL")
+        for gradient, weights in product((None, g), (None, up[:, :1]) if weighted else (None,)):
+            case = gradient, x, up, weights
+            for one, other in zip(_by_kernel(*case), by_steps(*case), strict=True):
+                if not torch.allclose(one, other, rtol=2**-6):
+                    raise RuntimeError("the kernel's numbers are not those of the steps")
+    except (AssertionError, AttributeError, RuntimeError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"rank {os.environ.get('RANK', 0)}: SwiGLU goes step by step: {why}", file=sys.stderr, flush=True)
         return False
-    return all(torch.allclose(one, other, rtol=2**-6) for one, other in pairs)
+    return True
 
 
 def by_steps(gradient: Tensor | None, x: Tensor, up: Tensor | None, weights: Tensor | None) -> list[Tensor]:
@@ -93,11 +104,14 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: bool, weights: Tensor | None, x: Tensor, up: Tensor | None) -> Any:
         weights = None if weights is None else weights.to(x.dtype)  # from which autocast may make two
-        ctx.way = by_steps if up is None or not fused else torch.ops.ppctl.swiglu
+        # The kernels compile for nothing else, and under autocast an addition may have made x wide.
+        fused = fused and up is not None and x.dtype == up.dtype == torch.bfloat16
+        ctx.way = torch.ops.ppctl.swiglu if fused else by_steps
         ctx.save_for_backward(x, up, weights)
         return ctx.way(None, x, up, weights)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, up, weights = ctx.saved_tensors
         made = ctx.way(gradients[0], x, up, weights)

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -118,8 +119,9 @@ class Capability:
     """Whether torch has scaled_mm."""
     adds_products: bool = True
     """Whether a product of 16-bit matrices is added to a float32 one in place (`adds_products`)."""
-    fuses_swiglu: bool = True
-    """Whether torch compiles SwiGLU for the device (`fuses_swiglu`)."""
+    fuses_swiglu: Callable[..., bool] = lambda *, weighted: True
+    """(weighted=whether experts need it) -> whether torch compiles SwiGLU for the device, which is tried when called
+    (`fuses_swiglu`)."""
     cuda: tuple[int, ...] = ()
     """The version of CUDA that torch was built for."""
 
@@ -135,7 +137,8 @@ class Capability:
             hasattr(F, "scaled_mm"),
         )  # torch added these after _scaled_grouped_mm
         documents = _varlen_attn() if packed else None
-        return cls(device.type, compute, documents, grouped, scaled, adds_products(device), fuses_swiglu(device), cuda)
+        fuses = partial(fuses_swiglu, device)
+        return cls(device.type, compute, documents, grouped, scaled, adds_products(device), fuses, cuda)
 
 
 def _varlen_attn() -> AttendDocuments | None:
@@ -180,7 +183,9 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
         fp8=None if model.fp8 is None else _fp8(model, can, groups=groups),
         # A compiled graph has products of its own.
         adds_gradients=cuda and can.adds_products and (dtype, cast, config.train.compile) == ("bfloat16", None, False),
-        fuses_swiglu=cuda and can.fuses_swiglu and dtype == "bfloat16",
+        fuses_swiglu=cuda
+        and (dtype, model.gated_linear_unit) == ("bfloat16", True)
+        and can.fuses_swiglu(weighted=model.num_moe_experts is not None),
         fuses_optimizer=cuda,
         compiles=config.train.compile,
     )

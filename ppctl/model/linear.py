@@ -340,7 +340,9 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
     fp8 = projections[0].fp8
     rule = _PLAIN if fp8 is None else _rule(fp8)
     outputs = split_columns(split, rule, lambda x: (x,) if fp8 is None else fp8.rounded(x).parts, x, weights)
-    return tuple(out if each.bias is None else out + each.bias for out, each in zip(outputs, projections, strict=True))
+    # Autocast casts the bias of a whole product, too.
+    pairs = zip(outputs, projections, strict=True)
+    return tuple(out if each.bias is None else out + each.bias.to(out.dtype) for out, each in pairs)
 
 
 def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None) -> Tensor:

@@ -330,6 +330,8 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     missing, problems = gpu_environment(shared.config, plan.sizes.pp, os.environ, {}, routed=plan.routed)
     if shared.config.launch.device != "cpu":
         os.environ |= missing  # before CUDA is used: even counting devices may read the variable
+        # torch writes this cache of code in place, and runs what it finds there.
+        os.environ.setdefault("USE_PYTORCH_KERNEL_CACHE", "0")
     launch, gpus = shared.config.launch, torch.cuda.device_count()
     if device_type(launch.device, gpus, own.local_world_size, share=launch.share_gpu) == "cpu":
         return torch.device("cpu")

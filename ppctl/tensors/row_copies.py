@@ -17,9 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _counted(*bounds: int, device: torch.device) -> Tensor:
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return torch.arange(*bounds, device=device) if fake else _kept(bounds, device)  # a fake has no numbers for others
+
+
 @lru_cache(8)  # all layers and microbatches of a shape need the same numbers
 @torch.inference_mode(False)  # numbers first made during generation must serve training too
-def _counted(*bounds: int, device: torch.device) -> Tensor:
+def _kept(bounds: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.arange(*bounds, device=device)
 
 

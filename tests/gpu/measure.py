@@ -97,9 +97,9 @@ ALONE = (
     *("parallel.cpu_offloading_num_layers=0", "checkpoint.interval=0", "launch.device=cpu", "launch.share_gpu=false"),
     *("train.replay=0", "parallel.deterministic_mode=false", "train.compile=false"),
 )
+"""Behind a case: the same model and batches on one rank of the CPU."""
 EIGHT_BITS = {"dense": ("model.fp8=hybrid",), "moe": ("model.fp8=e4m3", "model.fp8_recipe=rowwise")}
 """What torch multiplies on Hopper: experts row by row in e4m3 alone."""
-"""Behind a case: the same model and batches on one rank of the CPU."""
 LIMITS = (
     *("launch.start_limit=40s", "launch.edge_limit=25s", "launch.first_step_limit=40s"),
     "launch.step_limit=20s",

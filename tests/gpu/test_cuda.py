@@ -268,7 +268,7 @@ def test_a_grouped_sum_of_gradients_is_made_in_place_by_products() -> None:
 def test_swiglu_of_grouped_rows_is_one_kernel_with_the_bits_of_its_steps(weighted: bool) -> None:
     """But where one way to compute it joins a product and a sum, which moves a last bit of float32."""
     draw = torch.Generator().manual_seed(0)
-    assert activation.fuses_swiglu(torch.device("cuda"))
+    assert activation.fuses_swiglu(torch.device("cuda"), weighted=weighted)
     for rows in (4096, 33, 0):
         gradient, x, up = (3 * torch.randn(rows, 2048, generator=draw).bfloat16().cuda() for _ in range(3))
         weights = torch.rand(rows, 1, generator=draw).bfloat16().cuda() if weighted else None

@@ -29,8 +29,8 @@ ALLOWED = {
     for file, names in {
         "job": "RendezvousClosedError RendezvousError RendezvousTimeoutError torch.distributed.elastic",
         "node": "RunResult SimpleElasticAgent WorkerGroup WorkerSpec WorkerState RendezvousClosedError",
-        "rendezvous": "RendezvousConnectionError RendezvousInfo RendezvousTimeoutError RendezvousTimeout C10dRendezvousBackend "
-        "DynamicRendezvousHandler",
+        "rendezvous": "RendezvousConnectionError RendezvousInfo RendezvousTimeoutError RendezvousTimeout "
+        "C10dRendezvousBackend DynamicRendezvousHandler",
     }.items()
     for name in names.split()
 }

@@ -11,6 +11,7 @@ from cuts import tiny
 from ppctl.model import activation as module
 from ppctl.model.feed_forward import Experts, FeedForward
 from ppctl.model.kernels import ON_CPU, Kernels
+from ppctl.model.split import ALONE
 
 WRAPPER = """
 #include <cmath>
@@ -109,3 +110,63 @@ def test_blocks_call_the_kernels_and_keep_no_more_than_their_operands(kernel, ki
             monkeypatch.undo()
     for one, other in zip(*results, strict=True):
         assert (one - other).abs().max() <= 2**-6 * other.abs().max()
+
+
+@pytest.mark.parametrize("wide", [(0, 1), (0,), (1,)])
+def test_wide_numbers_go_by_steps(kernel, wide):
+    """The kernels are for bfloat16 alone."""
+    x, up, gradient = (dice(40, 24, seed=seed) for seed in range(3))
+    x, up = (each.float() if place in wide else each for place, each in enumerate((x, up)))
+    x, up = x.requires_grad_(), up.requires_grad_()
+    results = []
+    for fused in (True, False):
+        out = module.activation(x, up, fused=fused)
+        results.append([out, *torch.autograd.grad(out, [x, up], gradient.to(out.dtype))])
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_a_split_feed_forward_with_a_bias_fuses_under_autocast(kernel, monkeypatch):
+    model, results = tiny(hidden_size=16, add_bias_linear=True), []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        block = FeedForward(model, 24, Kernels(fuses_swiglu=fused))
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        block.split = type(ALONE)()  # of one rank, as a split of several is used
+        rows = dice(1, 40, 16, seed=5).float().requires_grad_()
+        if fused:
+            monkeypatch.setattr(module, "by_steps", None)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = block(rows)
+        results.append([out, *torch.autograd.grad(out.float().sum(), [rows, *block.parameters()])])
+        monkeypatch.undo()
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 2**-6 * other.abs().max()
+
+
+def test_only_kernels_that_are_needed_are_tried_and_a_rank_says_why_it_has_none(monkeypatch, capsys):
+    tried = []
+
+    def by_kernel(gradient, x, up, weights):
+        tried.append((gradient is not None, weights is not None))
+        return module.by_steps(gradient, x, up, weights)
+
+    monkeypatch.setattr(module, "_by_kernel", by_kernel)
+    assert module.fuses_swiglu(torch.device("cpu"), weighted=False)
+    assert tried == [(False, False), (True, False)]
+    assert module.fuses_swiglu(torch.device("cpu"), weighted=True)
+    assert len(tried) == 6 and tried[-1] == (True, True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "7")
+    for broken, said in (
+        (lambda *_: [torch.zeros(24, 16).bfloat16()], "the kernel's numbers are not those of the steps"),
+        (lambda *_: (_ for _ in ()).throw(RuntimeError("no NVRTC\nat line 1")), "no NVRTC"),
+    ):
+        monkeypatch.setattr(module, "_by_kernel", broken)
+        assert not module.fuses_swiglu(torch.device("cpu"), weighted=False)
+        assert capsys.readouterr().err == f"rank 7: SwiGLU goes step by step: {said}\n"
+    monkeypatch.setattr(module, "_by_kernel", by_kernel)
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
+    assert not module.fuses_swiglu(torch.device("cpu"), weighted=False)
+    assert "GIL" in capsys.readouterr().err

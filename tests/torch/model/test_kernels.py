@@ -188,13 +188,15 @@ def test_products_add_gradients_of_bfloat16_weights_where_a_device_can(typed, ca
     [
         ("parallel.bf16=true", H100, True),
         ("parallel.bf16=true parallel.enable_autocast=true", H100, True),
-        ("parallel.bf16=true", replace(H100, fuses_swiglu=False), False),
-        ("parallel.bf16=true", Capability("cpu"), False),
-        ("parallel.fp16=true", H100, False),
-        ("", H100, False),
+        ("parallel.bf16=true", replace(H100, fuses_swiglu=lambda *, weighted: weighted), False),
+        (f"parallel.bf16=true {EXPERTS}", replace(H100, fuses_swiglu=lambda *, weighted: weighted), True),
+        ("parallel.bf16=true", Capability("cpu", fuses_swiglu=None), False),
+        ("parallel.fp16=true", replace(H100, fuses_swiglu=None), False),
+        ("parallel.bf16=true model.gated_linear_unit=false", replace(H100, fuses_swiglu=None), False),
+        ("", replace(H100, fuses_swiglu=None), False),
     ],
 )
-def test_swiglu_is_one_kernel_in_bfloat16_where_a_device_has_it(typed, can, fuses):
+def test_swiglu_is_one_kernel_in_bfloat16_where_a_device_has_it_and_is_tried_only_there(typed, can, fuses):
     assert chosen(typed, can).fuses_swiglu == fuses
 
 

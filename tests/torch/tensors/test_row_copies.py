@@ -3,6 +3,7 @@
 import pytest
 import torch
 from live_memory import LiveBytes
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ppctl.tensors.row_copies import RowCopies, copied, set_places, summed, sums
 
@@ -94,3 +95,15 @@ def test_places_of_set_elements_are_found_without_reading_them():
     assert set_places(mask, 3).tolist() == [1, 2, 5]
     assert set_places(mask & False, 0).tolist() == []
     assert set_places(mask.to("meta"), 3).shape == (3,)
+
+
+def test_numbers_made_under_fake_tensors_are_not_kept_for_real_ones():
+    chosen = numbers(2, seed=3)[:5]  # a shape of no other test
+    for before, mode in ((False, FakeTensorMode()), (True, FakeTensorMode())):
+        if before:
+            real = RowCopies.of(chosen, 1, 1)[0]
+            assert type(real.places) is torch.Tensor
+        with mode:
+            fake = RowCopies.of(mode.from_tensor(chosen), 1, 1)[0]
+            assert fake.up(torch.ones(10, 4)).shape == (5, 4)
+    assert torch.equal(real.up(torch.ones(10, 4)), torch.full((5, 4), 2.0))
