@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -81,7 +82,7 @@ def main() -> int:
         if outcome.report and not agent.in_slurm:  # there the script says it
             print(visible(outcome.report), file=sys.stderr)
     except PpctlError as error:
-        outcome = _failed(error, run, host, agent)
+        outcome = _failed(error, run, host_name() if served else host, agent)
         if agent is None or not submitted:
             if agent is None and served:  # else the others would have the job start again
                 outcome.write(RunDir(Path(served[0])), ())
@@ -89,7 +90,7 @@ def main() -> int:
         if served:
             agent.rendezvous.shutdown()
     if served:
-        if fence.older(agent.life) is None:
+        if fence.older(_start(agent.run_dir, agent)) is None:
             outcome.write(agent.run_dir, ())
         agent.rendezvous.farewell()
     return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
@@ -103,8 +104,8 @@ def _failed(error: PpctlError, run: str, host: str, agent: NodeAgent | None) -> 
         print(f"note: {problem.message}; all meet anew when it is back", file=sys.stderr)
         return JobOutcome(GO_ON, "stopped")
     print("\n".join(f"error {each}" for each in error.problems), file=sys.stderr)
-    if gone:
-        time.sleep(3 * LOST)  # if it is this agent that is lost, the others begin a life without it, or requeue
+    if gone:  # if it is this agent that is lost, the others requeue or begin a life, which they may have to plan first
+        time.sleep((3 + 7 * (RunDir(Path(run)).read_config().launch.shrink == "smaller")) * LOST)
         _requeue(RunDir(Path(run)), agent, problem.message, [host])
     return JobOutcome(error.exit_code, "failed", str(problem))
 
@@ -125,13 +126,16 @@ def _serve(host: str, port: int, typed: str, run: str, descriptor: str) -> tuple
     plain = TCPStore(host, port, None, True, _ANSWER, False, multi_tenant=True, master_listen_fd=int(descriptor))
     complete(RunDir(Path(run)))
     shared, told = read_run(Path(run)), [secrets.token_hex(4), package_digest(), typed]
-    store, number = sealed(plain, shared.run), 1
+    store, unanswered, newest = sealed(plain, shared.run), deque[int](maxlen=100), 0
 
     def answer() -> None:
-        nonlocal number
-        while plain.check([asked := f"{_ASKED}/{number}"]):
-            store.set(f"{asked}/answer", plain.get(asked).decode("latin-1"))
-            number += 1
+        nonlocal newest
+        known, newest = newest, plain.add(_ASKED, 0)
+        unanswered.extend(range(max(known, newest - 100) + 1, newest + 1))
+        for number in tuple(unanswered):  # a host may have died before it wrote its word
+            if plain.check([asked := f"{_ASKED}/{number}"]):
+                store.set(f"{asked}/answer", plain.get(asked).decode("latin-1"))
+                unanswered.remove(number)
 
     NodeRendezvous.answer = staticmethod(answer)
     store.set(_JOB, told)
@@ -196,7 +200,7 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
     try:
         store.plain.add(left, 1)
         if serves:
-            if older := fence.older(agent.life):
+            if older := fence.older(_start(run, agent)):
                 raise TrainingError(older)
             if not agent.rendezvous.is_closed():  # else the job has ended in good order
                 time.sleep(2 * LOST)
@@ -206,7 +210,7 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
             store.set(_JOB, [secrets.token_hex(4), *told[1:]])
         while (told := store.get(_JOB)) == known:
             time.sleep(1.0)
-        entered = receive_run(store.plain)
+        entered = receive_run(store.plain, run.path)
     except RuntimeError as error:
         raise _gone("") from error
     assert not isinstance(entered, int)
@@ -217,7 +221,7 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
     """Run the agent; how the job ended, by the run directory, and None if those that are left begin another. Raises
     TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job starts
     again without lost nodes, also before its first life."""
-    run, ended, shrink = agent.run_dir, True, agent.rendezvous.shrink
+    run, ended = agent.run_dir, True
     remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
     try:
         agent.store.set(f"{CAME}/{agent.store.plain.add(CAME, 1)}", host_name())
@@ -230,13 +234,8 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
     except RendezvousClosedError as closed:
         ended = not closed.args
     except RendezvousTimeoutError as error:
-        if agent.rendezvous.has_begun:
-            return None if shrink == "smaller" else _too_few(agent, remedy, serves=serves)
-        message, plain = "not all hosts of the run came in time", agent.store.plain
-        if agent.in_slurm and serves:
-            came = [agent.store.get(f"{CAME}/{number + 1}") for number in range(plain.add(CAME, 0))]
-            _requeue(run, agent, message, _absent(came))
-        raise TrainingError(Problem("PP-E709", message, remedy)) from error
+        smaller = agent.rendezvous.has_begun and agent.rendezvous.shrink == "smaller"
+        return None if smaller else _too_few(agent, remedy, error, serves=serves)
     except (RendezvousError, RuntimeError) as error:
         raise _gone(f", {host}:{port},", remedy) from error
     agent.rendezvous.shutdown()
@@ -252,15 +251,20 @@ def _live(agent: NodeAgent, *, serves: bool) -> None:
         agent.run()
     finally:
         if serves:  # nobody goes on in its store without it, also where it stood by
-            agent.life = fence.latest(agent.life, agent.job)
+            agent.life = fence.latest(agent.life, agent.job, agent.run_dir.path)
 
 
-def _too_few(agent: NodeAgent, remedy: str, *, serves: bool) -> JobOutcome:
-    """The end of a job that lacks agents. SLURM's job and a JobSet start again."""
-    run, message = agent.run_dir, "not all hosts of the run came in time (launch.shrink=requeue)"
+def _too_few(agent: NodeAgent, remedy: str, error: Exception, *, serves: bool) -> JobOutcome:
+    """The end of a job that lacks agents: SLURM's and a JobSet start again. Before a life others raise PP-E709."""
+    run, goes_on, store = agent.run_dir, agent.rendezvous.has_begun, agent.store
+    message = "not all hosts of the run came in time" + " (launch.shrink=requeue)" * goes_on
     if agent.in_slurm and serves:
-        absent = _absent(here := agent.rendezvous.here())
-        _requeue(run, agent, lives.why(run, [*here, *absent], here), absent)
+        keys = [f"{CAME}/{number + 1}" for number in range(min(store.plain.add(CAME, 0), 10_000))]
+        came = [store.get(key) for key in keys if store.plain.check([key])]  # who died may have written no name
+        absent = _absent(here := agent.rendezvous.here() if goes_on else came)
+        goes_on |= _requeue(run, agent, (goes_on and lives.why(run, [*here, *absent], here)) or message, absent)
+    if not goes_on:
+        raise TrainingError(Problem("PP-E709", message, remedy)) from error
     if agent.in_pod:
         return JobOutcome(GO_ON, "stopped", message)
     return JobOutcome(STOPPED, "stopped", f"{message}; go on with: {remedy}")
@@ -286,28 +290,34 @@ def _gone(which: str, remedy: str = "") -> TrainingError:
 
 
 def _absent(here: Iterable[str]) -> list[str]:
-    """The nodes of SLURM's job that are not `here`, by the list that its script has made."""
-    return sorted(set(os.environ.get("PPCTL_NODES", "").split()).difference(here))
+    """The nodes of SLURM's job that are not `here`; none of three or more if half are: then this one stood still."""
+    nodes = set(os.environ.get("PPCTL_NODES", "").split())
+    gone = nodes.difference(here)
+    return sorted(gone) if len(nodes) <= 2 or 2 * len(gone) < len(nodes) else []
 
 
-def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> None:
-    """Have SLURM's job start again, unless its run is over or goes on without this process, which may have no agent
+def _start(run: RunDir, agent: NodeAgent | None) -> str:
+    """The start that `fence.older` compares: the agent's life, and before its first in SLURM's job that of `enter`."""
+    before = slurm_start() if agent is None or agent.in_slurm else None
+    return (agent and agent.life) or (fence.variables(before, run.path)[fence.LIFE] if before else "")
+
+
+def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> bool:
+    """Have SLURM's job start again; False if its run is over or goes on without this process, which may have no agent
     yet. The script does it when it sees the mark; if the script's node is the one that is lost, this process does."""
     start = slurm_start()
     status, finished = run.status(), run.result().get("state") == "finished"
     over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
-    if start is None or over:
-        return
-    life = (agent and agent.life) or fence.variables(start, run.path)[fence.LIFE]  # before the first, that of `enter`
-    if fence.older(life):
-        return
+    if start is None or over or fence.older(life := _start(run, agent)):
+        return False
     if not run.has_requeue_mark(start):
         run.write_requeue_mark(start, why, without)
     if agent is not None:
         agent.asked = 0
     time.sleep(_SCRIPT + int(os.environ.get("SLURM_NODEID", 0)))  # one after the other: the first ends all
     # A signal meanwhile: the script lives and has decided, or somebody ends the job.
-    told = agent.asked if agent is not None else signal.sigpending()
+    told = (agent and agent.asked) or signal.sigpending()  # it may not listen yet
     more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
     if more and not told and fence.older(life) is None:
         slurm.requeue(os.environ["SLURM_JOB_ID"])
+    return True

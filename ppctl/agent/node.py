@@ -166,7 +166,7 @@ class NodeAgent(SimpleElasticAgent):
             nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
             if None not in nodes:
                 number = self.store.plain.add("ppctl/lives", 1)
-                self.life = fence.latest(self.life, self.job)
+                self.life = fence.latest(self.life, self.job, self.run_dir.path)
                 over = fence.older(self.life) is not None  # the run goes on elsewhere
                 why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)

@@ -72,6 +72,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
     """Seconds in which this agent, a spare's, lets those of nodes come first to their first meeting."""
     answer: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     """Called before each look: in the agent that has the store, answers hosts that join."""
+    backend: _SealedBackend
     _surplus_since: float | None = None
     _short_since: float | None = None
 
@@ -82,7 +83,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
         backend, unique = _SealedBackend(store, run_id), f"{name} {secrets.token_hex(4)}"
         handler = cls.from_backend(run_id, store, backend, nodes, nodes, unique, RendezvousTimeout(JOIN), LOST // 3, 3)
         assert isinstance(handler, NodeRendezvous)
-        handler.spares, backend.key, backend.before_look = spares, key, handler._before_look
+        handler.spares, handler.backend, backend.key = spares, backend, key
+        backend.before_look = handler._before_look
         return handler
 
     def _before_look(self) -> None:
@@ -109,7 +111,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
     def _one_comes(self) -> bool:
         """Whether an agent of the job still imports: one that has never come is not lost."""
         soon = time.monotonic() - _SINCE < JOIN.total_seconds()
-        return soon and self._store.add(CAME, 0) < self.settings.max_nodes + self.spares
+        return soon and self.backend._call_store("add", CAME, 0) < self.settings.max_nodes + self.spares
 
     @property
     def _is_complete(self) -> bool:

@@ -68,7 +68,7 @@ def _at_port(host: str, port: int, rank: int, world: int, patience: timedelta) -
 
 def limit_answers(port: int, limit: timedelta) -> None:
     """Let questions to the store at `port` fail that it does not answer in time: torch's would wait for ever."""
-    for descriptor in map(int, os.listdir("/dev/fd")):
+    for descriptor in [int(each.name) for each in Path("/dev/fd").iterdir() if each.is_socket()]:  # others would leak
         with suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as own:
             if own.getpeername()[1:2] == (port,):
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pack("ll", int(limit.total_seconds()), 0))

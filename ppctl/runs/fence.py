@@ -45,13 +45,12 @@ def older(told: str | None = None) -> Problem | None:
     return Problem("PP-E779", message, "ppctl explain PP-E779", file)
 
 
-def latest(told: str, job: str) -> str:
+def latest(told: str, job: str, run: Path) -> str:
     """The start that an agent of `job` was `told` last, or the newest one of its job: it may have stood by in that."""
-    name, _, file = told.partition(" ")
     with suppress(OSError, UnicodeDecodeError):
-        newest = read_text(file) if file else name
-        if newest.rpartition(".")[0] in (job, name.rpartition(".")[0]):
-            return f"{newest} {file}"
+        newest = read_text(run / "life")
+        if newest.rpartition(".")[0] in {job, told.partition(" ")[0].rpartition(".")[0]} - {""}:
+            return variables(newest, run)[LIFE]
     return told
 
 

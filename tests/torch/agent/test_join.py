@@ -66,6 +66,32 @@ def test_a_host_joins_the_start_that_proves_its_word(served: SealedStore, port: 
         looks.join()
 
 
+def test_a_host_that_died_before_its_word_keeps_no_later_one_out(served: SealedStore, port: int) -> None:
+    served.plain.add("ppctl/asked", 1)
+    NodeRendezvous.answer()
+    served.plain.add("ppctl/asked", 1)
+    served.plain.set("ppctl/asked/2", "word")
+    NodeRendezvous.answer()
+    assert served.get("ppctl/asked/2/answer") == "word" and not served.plain.check(["ppctl/asked/1/answer"])
+    served.plain.set("ppctl/asked/1", "late")
+    NodeRendezvous.answer()
+    assert served.get("ppctl/asked/1/answer") == "late"
+
+
+def test_a_count_that_a_stranger_raised_keeps_the_agent_only_a_moment(served: SealedStore) -> None:
+    number = served.plain.add("ppctl/asked", 10**12)
+    served.plain.set(f"ppctl/asked/{number}", "word")
+    NodeRendezvous.answer()
+    assert served.get(f"ppctl/asked/{number}/answer") == "word"
+
+
+def test_a_limit_for_answers_leaves_no_descriptor_open(port: int, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w"):
+        before = len(os.listdir("/dev/fd"))
+        limit_answers(port, timedelta(seconds=1))
+        assert len(os.listdir("/dev/fd")) == before
+
+
 def test_what_a_run_has_said_before_it_was_killed_takes_no_host_in(
     served: SealedStore, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

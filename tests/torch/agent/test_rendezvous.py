@@ -175,4 +175,6 @@ def test_a_store_that_did_not_answer_is_not_asked_again(monkeypatch: pytest.Monk
     for _ in range(2):
         with pytest.raises(RendezvousConnectionError):
             backend.get_state()
+    with pytest.raises(RendezvousConnectionError):
+        own._one_comes()
     assert len(asked) == 1

@@ -17,6 +17,7 @@ from ppctl.agent.rendezvous import CAME
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.launch.outcome import GO_ON
+from ppctl.launch.run_directory import with_value
 from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.rundir import RunDir
@@ -35,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def agent_of(run: RunDir, life: str = "") -> Any:
     told = fence.variables(life, run.path)[fence.LIFE] if life else ""
-    return SimpleNamespace(run_dir=run, life=told, job="7", asked=0, in_slurm=True, in_pod=False)
+    return SimpleNamespace(run_dir=run, life=told, job="j", asked=0, in_slurm=True, in_pod=False)
 
 
 def requeued(
@@ -208,16 +209,55 @@ def no_meeting(agent: Any, begun: bool, here: list[str]) -> Any:
 def test_nodes_that_do_not_come_and_nodes_that_are_lost_are_left_out(
     run: RunDir, jobs: list[str], begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first life those that have never come: the others may have given up a moment before."""
+    """Before the first life those that have never come: the others may have given up a moment before. Some die before
+    they have written their names."""
     monkeypatch.setenv("PPCTL_NODES", "node-0 node-1 node-2")
     agent = no_meeting(agent_of(run), begun, ["node-0", "node-2"] if begun else [])
-    if begun:
-        job._to_the_end(agent, "node-0", "29500", [], serves=True)
-    else:
-        with pytest.raises(TrainingError, match="PP-E709"):
-            job._to_the_end(agent, "node-0", "29500", [], serves=True)
+    agent.store.plain.add(CAME, 1)
+    outcome = job._to_the_end(agent, "node-0", "29500", [], serves=True)
+    assert outcome is not None and outcome.state == "stopped"
     told = "node-1 has gone" if begun else "not all hosts of the run came in time"
     assert (mark_of(run), jobs) == (f"node-1\n{told}\n", ["7"])
+
+
+def test_nodes_that_never_come_end_a_job_that_goes_on_elsewhere(run: RunDir, jobs: list[str]) -> None:
+    (run.path / "life").write_text("7.1")
+    with pytest.raises(TrainingError, match="PP-E709"):
+        job._to_the_end(no_meeting(agent_of(run), False, []), "node-0", "29500", [], serves=True)
+    assert (mark_of(run), jobs) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "here", "absent"),
+    [("a b", "a", ["b"]), ("a b c d", "a b", []), ("a b c d", "a b c", ["d"]), ("a b c", "a", [])],
+)
+def test_an_agent_that_misses_half_of_the_nodes_blames_none(
+    nodes: str, here: str, absent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PPCTL_NODES", nodes)
+    assert job._absent(here.split()) == absent
+
+
+def test_an_agent_without_a_life_that_stood_still_leaves_the_next_start_alone(run: RunDir, jobs: list[str]) -> None:
+    """SLURM has requeued the job meanwhile, and its new start has the run."""
+    agent = agent_of(run)
+    (run.path / "life").write_text("7.1")
+    agent.run = lambda: None
+    job._live(agent, serves=True)
+    assert agent.life == "" and fence.older(job._start(run, agent)) is not None
+    assert not job._requeue(run, agent, "a node is gone", ["node-1"])
+    assert (mark_of(run), jobs) == (None, [])
+
+
+@pytest.mark.parametrize(("shrink", "waits"), [("requeue", 45), ("smaller", 150)])
+def test_others_have_time_to_plan_a_smaller_run_before_this_agent_requeues(
+    run: RunDir, jobs: list[str], monkeypatch: pytest.MonkeyPatch, shrink: str, waits: int
+) -> None:
+    config, slept = RunConfig(), list[float]()
+    run.write_config(with_value(config, "launch", shrink=shrink))
+    monkeypatch.setattr(job.time, "sleep", slept.append)
+    job._failed(TrainingError(Problem("PP-E656", "no answer")), str(run.path), "node-0", None)
+    assert slept == [waits, 30] and jobs == ["7"]
 
 
 def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(

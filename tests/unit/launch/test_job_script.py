@@ -101,6 +101,22 @@ def test_a_node_whose_check_fails_or_does_not_end_is_left_out(tmp_path: Path, ch
     assert "PP-E625: the health check failed on n3" in job.log and not job.calls("python")
 
 
+@pytest.mark.parametrize(
+    ("check", "without"),
+    [
+        ("kill -USR1 $$", None),  # SLURM's signal reaches the check everywhere
+        ("kill -TERM $SCRIPT; false", None),
+        ("[ $SLURMD_NODENAME != n3 ] || kill -USR1 $$", "n3"),
+        ("exec sleep 50", "n1,n2,n3"),
+    ],
+    ids=["a signal", "the job is ended", "one is silent", "none ends"],
+)
+def test_a_check_that_srun_or_a_signal_ends_blames_no_node(tmp_path: Path, check: str, without: str | None) -> None:
+    job = Job(tmp_path, WELL, "launch.setup=['export SCRIPT=$$']", f"launch.health_check={check}")
+    assert (job.code, job.without) == (0, without), job.log
+    assert ("ppctl.agent with n1 n2 n3" in job.calls("python")) == (without is None)
+
+
 def test_requeues_are_bounded(tmp_path: Path) -> None:
     job = Job(tmp_path, HANGS, "launch.max_requeues=0")
     assert (job.code, job.without) == (2, None) and "PP-E626" in job.log
