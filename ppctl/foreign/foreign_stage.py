@@ -248,7 +248,7 @@ class _OwnLayer(nn.Module):
         self.name = name
         self.drops = tuple(drops)
         self.run: Forward | None = None
-        """What the stage calls instead of this module, if set (`call_decoder_as`)."""
+        """The function that the stage calls instead of this module, if set (`call_decoder_as`)."""
 
     def forward(
         self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any], draws: Draws | None = None

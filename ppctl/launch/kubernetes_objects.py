@@ -47,7 +47,7 @@ class KubernetesJob:
     code: str
     """The package's digest, or `live`."""
     records: Sequence[Mapping[str, Any]] = ()
-    """What metrics.jsonl says so far."""
+    """The records of metrics.jsonl so far."""
 
     @property
     def config(self) -> RunConfig:

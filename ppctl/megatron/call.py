@@ -100,7 +100,7 @@ class CallOnRank:
         return self._store
 
     def _make_deferral(self) -> Deferral | None:
-        """What Megatron's `defer_embedding_wgrad_compute` defers; None where it is off. Raises without its buffers."""
+        """The deferral by `defer_embedding_wgrad_compute`; None where it is off. Raises without its buffers."""
         call = self._call
         if call.forward_only or not getattr(call.config, "defer_embedding_wgrad_compute", False):
             return None

@@ -238,8 +238,7 @@ def halves_of(
     inputs = once_a_kind(kinds, stages, lambda each: stage_activations(model, each.layers, of_inputs, each.stage))
     whole, first = ([each.in_backward for each in some] for some in (alive, inputs))
     ends = ends_of([each.kept for each in alive], whole, first, later)
-    # a replay leaves nothing to W
-    most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]
+    most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]  # it leaves W nothing
     return ends._replace(needs={**ends.needs, I: most})
 
 

@@ -72,7 +72,7 @@ def _attention(
 
 
 def attend_documents(query: Tensor, key: Tensor, value: Tensor, *bounds: object, **options: object) -> Tensor:
-    """As varlen_attn: [tokens, heads, width], all documents in one call; keeps the same as the other kernels."""
+    """Stand in for varlen_attn: [tokens, heads, width], all documents in a call; keeps what the other kernels keep."""
     heads = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     made = _aten._scaled_dot_product_cudnn_attention(*heads, None, torch.is_grad_enabled(), 0.0, True)
     out: Tensor = made[0][0].transpose(0, 1)

@@ -126,7 +126,7 @@ def requested(schedule: str | PathLike[str] | None, memory: float | None, costs:
 
 
 def read_schedule(path: str) -> Schedule:
-    """As `schedule_in`, but raises ScheduleError (PP-E216) also for a file that cannot be read."""
+    """The schedule of `schedule_in`; raises ScheduleError (PP-E216) also for a file that cannot be read."""
     try:
         return schedule_in(path)
     except (OSError, UnicodeDecodeError) as error:

@@ -107,7 +107,7 @@ def run_of(schedule: Schedule, costs: Costs) -> Execution:
 
 
 def attempted(schedule: Schedule, costs: Costs) -> Execution:
-    """As `run_of`, also for a schedule that deadlocks: ranks that did not finish are in `stuck`."""
+    """The run of `run_of`, also for a schedule that deadlocks: ranks that did not finish are in `stuck`."""
     message, saved = (lambda channel: costs.messages.get(channel, costs.message)), costs.saved(schedule.pairs)
     return execute(schedule, costs.seconds(), message, saved)
 

@@ -100,7 +100,7 @@ class Rounds:
 
     @cached_property
     def filled(self) -> list[Filled]:
-        """Of ranks with alike stages, the ranks that hold most: by begun microbatches, and with deferred ones."""
+        """The ranks that hold most among those with alike stages: by begun microbatches, and with deferred ones."""
         ranks: dict[Hashable, Filled] = {}
         for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
             for at, moment in enumerate(_fullest(row, own, self.number)):
