@@ -26,6 +26,14 @@ ROOT = Path(__file__).parents[3]
 EVALUATED = ("data.validation_split=0.05", "train.eval_interval=1", "train.eval_steps=1")
 SMALL = ("train", "+recipe=quickstart", *TINY, "pp=1", "vpp=1", "layout=null", "log.interval=1")
 
+FROZEN = """
+import gc
+
+class Frozen(ppctl.Callback):
+    def log_metrics(self, record):
+        record["frozen"] = gc.get_freeze_count()
+"""
+
 
 def path_of(directory: Path) -> str:
     """PYTHONPATH with the directory of a person's modules in front."""
@@ -38,14 +46,14 @@ def page(tmp_path: Path) -> Path:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/callbacks.md").read_text(), re.DOTALL)
     (home := tmp_path / "own").mkdir()
     noted = "\nimport pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
-    (home / "own_callbacks.py").write_text(code + noted)
+    (home / "own_callbacks.py").write_text(code + noted + FROZEN)
     return home
 
 
 def test_the_pages_callbacks_follow_and_stop_a_run_and_nothing_but_ranks_imports_them(
     page: Path, tmp_path: Path
 ) -> None:
-    names = "train.callbacks=[own_callbacks:Patience,own_callbacks:LargestWeight]"
+    names = "train.callbacks=[own_callbacks:Patience,own_callbacks:LargestWeight,own_callbacks:Frozen]"
     # A rate so small that no evaluation after the first improves.
     words = (*SMALL[:4], *TINY, "pp=2", "vpp=1", "layout=null", "log.interval=1", *EVALUATED, "optim.lr=1e-30")
     run = ppctl(*words, names, "optim.min_lr=0", "train.steps=50", cwd=tmp_path, PYTHONPATH=path_of(page))
@@ -54,6 +62,7 @@ def test_the_pages_callbacks_follow_and_stop_a_run_and_nothing_but_ranks_imports
     assert [record["evals_without_gain"] for record in records if "eval_loss" in record] == [0, 1, 2, 3]
     assert len(records) == 5  # it is asked in the step after the one that it has seen
     assert all(0.01 < record["largest_weight"] < 10 for record in records)
+    assert all(record["frozen"] > 50_000 for record in records), "no step searches all of torch for cycles"
     assert (page / "imported").exists()
 
     (page / "imported").unlink()
