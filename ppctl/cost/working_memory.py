@@ -23,7 +23,8 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     """The most bytes of one microbatch that live while a layer's forward runs, beside those that it keeps.
 
     A block's output and the layer's; for experts the results on their way and their sums, and after shared experts have
-    run both results and their sum. Layers recomputed as a whole are left out: their backward needs more.
+    run both results and their sum. Or silu of a gate, which lives where SwiGLU goes step by step: whether it does a
+    trial on the device tells. Layers recomputed as a whole are left out: their backward needs more.
     """
     if not setting.allocator.backward or kind == "embedding":
         return 0.0
@@ -38,9 +39,10 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     held += max(draws, _dropping(model, setting)[0] - behind - 2 * hidden)
     # Under sequence parallelism a block's product has all tokens, until it is summed and scattered.
     leaving = setting.travelling(model) + hidden if setting.sp > 1 else 0
-    if not moe:
-        return held + max(2 * hidden, leaving)
     size = setting.element * setting.tokens
+    silu = size * sizes.gated / axes.tp  # for each element of the inner width
+    if not moe:
+        return held + max(2 * hidden, leaving, silu * sizes.ffn)
     rows = size * model.moe_router_topk * sizes.hidden / axes.tp
     shared = size * sizes.shared / axes.tp
     if "moe_act" in again:
@@ -51,8 +53,9 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     spread = rows * (1 + axes.etp) if axes.ep * axes.etp > 1 else rows + summed
     if "experts" in again:  # recomputed experts are not among the kept bytes
         spread = max(spread, again["experts"])
-    behind_experts = max((3 if shared else 2) * hidden, hidden + leaving if shared else 0)
-    return held + max(spread + hidden - (2 + sizes.gated) * shared, behind_experts)
+    spread = max(spread + hidden, silu * model.moe_router_topk * sizes.expert + again.get("experts", 0.0))
+    behind_experts = max((3 if shared else 2) * hidden, hidden + max(leaving, silu * sizes.shared) if shared else 0)
+    return held + max(spread - (2 + sizes.gated) * shared, behind_experts)
 
 
 def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping[str, float]) -> float:

@@ -1,4 +1,5 @@
-"""The activation between the products of a feed-forward; on a GPU SwiGLU is one kernel each way, in bfloat16.
+"""The activation between the products of a feed-forward; on a GPU SwiGLU is one kernel each way, in bfloat16. And a
+router's normalised scores, which there take fewer kernels.
 
 `torch.cuda.jiterator` compiles these elementwise kernels when they are first called. Every rounding of the steps that
 run elsewhere stays where it is. silu(x) is made again in the backward, and not kept for it.
@@ -31,6 +32,17 @@ TEXTS = {
 }
 """Number of results -> a kernel, the last function of its text, of float32 numbers that are stored rounded."""
 
+_SHARE = """template <typename T> void share"""
+SHARES = {
+    1: _SHARE + "(T x, T sum, T scale, T& out) { out = x / (sum + T(1e-20)) * scale; }",
+    2: _SHARE
+    + """(T gradient, T x, T sum, T scale, T& of_x, T& of_sum) {
+    T total = sum + T(1e-20), scaled = gradient * scale;
+    of_x = scaled / total; of_sum = -scaled * (x / total / total); }""",
+}
+"""The same of `normalised`, in the dtype of the scores: with a gradient that of x as if the sum stood still, and what
+adds up to that of the sum."""
+
 _kernel = cache(lambda *of, **weight: torch.cuda.jiterator._create_multi_output_jit_fn(*of, **weight))
 
 
@@ -50,16 +62,66 @@ _LIBRARY.impl("swiglu", _by_kernel, "CUDA")
 _LIBRARY.impl("swiglu", lambda g, x, _, weights: [torch.empty_like(x) for _ in range(_results(g, weights))], "Meta")
 
 
+def _shares_by_kernel(gradient: Tensor | None, x: Tensor, total: Tensor, scale: float) -> list[Tensor]:
+    if gradient is None:
+        return [_kernel(SHARES[1], 1, scale=scale)(x, total)]
+    return [*_kernel(SHARES[2], 2, scale=scale)(gradient, x, total)]
+
+
+_LIBRARY.define("share(Tensor? gradient, Tensor x, Tensor total, float scale) -> Tensor[]")
+_LIBRARY.impl("share", _shares_by_kernel, "CUDA")
+_LIBRARY.impl("share", lambda g, x, *_: [torch.empty_like(x) for _ in range(1 if g is None else 2)], "Meta")
+
+
+def normalised(x: Tensor, scale: float = 1.0, *, fused: bool = False) -> Tensor:
+    """Scores [..., n] that are not negative, each divided by the sum of the n, times `scale`. `fused` takes the
+    kernels, where a device has them."""
+    if fused and not torch.compiler.is_compiling():
+        shares: Tensor = _Normalised.apply(x, scale)  # type: ignore[no-untyped-call]  # torch's own
+        return shares
+    shares = x / (x.sum(-1, keepdim=True) + 1e-20)
+    return shares if scale == 1.0 else shares * scale
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Any:
+        total, ctx.scale = x.sum(-1, keepdim=True), scale
+        ctx.save_for_backward(x, total)
+        return torch.ops.ppctl.share(None, x, total, scale)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        of_x, of_sum = torch.ops.ppctl.share(*gradients, *ctx.saved_tensors, ctx.scale)
+        return of_x + of_sum.sum(-1, keepdim=True), None
+
+
+def _shares_by_steps(gradient: Tensor | None, x: Tensor, total: Tensor, scale: float) -> list[Tensor]:
+    total = total + 1e-20
+    if gradient is None:
+        return [x / total * scale]
+    scaled = gradient * scale
+    return [scaled / total, -scaled * (x / total / total)]
+
+
 def fuses_swiglu(device: torch.device, *, weighted: bool) -> bool:
-    """Whether this device and torch have the kernels, tried on small matrices; those with weights are tried, which
-    compiles them, only if `weighted`. Says on stderr why not."""
+    """Whether this device and torch have the kernels, tried on small matrices; those with weights, and a router's, are
+    tried, which compiles them, only if `weighted`. Says on stderr why not."""
     g, x, up = torch.linspace(-8, 8, 3 * 24 * 16, device=device).bfloat16().view(3, 24, 16)
     try:
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise RuntimeError("jiterator's cache of kernels counts on Python's GIL")
-        for gradient, weights in product((None, g), (None, up[:, :1]) if weighted else (None,)):
-            case = gradient, x, up, weights
-            for one, other in zip(_by_kernel(*case), by_steps(*case), strict=True):
+        tried: list[tuple[Any, Any, Any]] = [
+            (_by_kernel, by_steps, (gradient, x, up, weights))
+            for gradient, weights in product((None, g), (None, up[:, :1]) if weighted else (None,))
+        ]
+        if weighted:
+            scores = x.float().sigmoid()
+            shares = scores, scores.sum(-1, keepdim=True), 2.5
+            tried += [(_shares_by_kernel, _shares_by_steps, (each, *shares)) for each in (None, g.float())]
+        for kernel, steps, case in tried:
+            for one, other in zip(kernel(*case), steps(*case), strict=True):
                 if not torch.allclose(one, other, rtol=2**-6):
                     raise RuntimeError("the kernel's numbers are not those of the steps")
     except (AssertionError, AttributeError, RuntimeError) as error:

@@ -92,7 +92,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        self.router = Router(model)
+        self.router = Router(model, fused=kernels.fuses_swiglu)
         self.experts = Experts(model, kernels)
         shared = model.moe_shared_expert_intermediate_size
         self.shared_experts = FeedForward(model, shared, kernels) if shared else None

@@ -54,7 +54,7 @@ class Kernels:
     adds_gradients: bool = False
     """Whether products add weights' gradients to their float32 sums themselves; else autograd adds rounded ones."""
     fuses_swiglu: bool = False
-    """Whether SwiGLU is one kernel each way."""
+    """Whether SwiGLU is one kernel each way, and a router's scores are normalised by kernels of the same kind."""
     fuses_optimizer: bool = False
     """Whether AdamW is one kernel over all parameters, without temporaries."""
     compiles: bool = False
@@ -120,8 +120,8 @@ class Capability:
     adds_products: bool = True
     """Whether a product of 16-bit matrices is added to a float32 one in place (`adds_products`)."""
     fuses_swiglu: Callable[..., bool] = lambda *, weighted: True
-    """(weighted=whether experts need it) -> whether torch compiles SwiGLU for the device, which is tried when called
-    (`fuses_swiglu`)."""
+    """(weighted=whether experts need it) -> whether torch compiles SwiGLU, and for experts a router's kernels, for the
+    device, which is tried when called (`fuses_swiglu`)."""
     cuda: tuple[int, ...] = ()
     """The version of CUDA that torch was built for."""
 

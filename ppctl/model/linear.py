@@ -340,16 +340,19 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
     fp8 = projections[0].fp8
     rule = _PLAIN if fp8 is None else _rule(fp8)
     outputs = split_columns(split, rule, lambda x: (x,) if fp8 is None else fp8.rounded(x).parts, x, weights)
-    pairs = zip(outputs, projections, strict=True)  # autocast casts a whole product's bias, too
-    return tuple(out if each.bias is None else out + each.bias.to(out.dtype) for out, each in pairs)
+    return tuple(_with_bias(out, each) for out, each in zip(outputs, projections, strict=True))
 
 
 def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None) -> Tensor:
     """x through the projection; if it is split, x are a rank's own columns, and the ranks' products add up."""
     if split is None:
         return _project(x, projection, projection.bias)
-    out = leave(_project(x, projection, None), split)
-    return out if projection.bias is None else out + projection.bias
+    return _with_bias(leave(_project(x, projection, None), split), projection)
+
+
+def _with_bias(out: Tensor, projection: Linear | Projection) -> Tensor:
+    """What split products make, plus the bias in their dtype: autocast casts a whole product's bias, too."""
+    return out if projection.bias is None else out + projection.bias.to(out.dtype)
 
 
 def _project(x: Operand, projection: Linear | Projection, bias: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.model.activation import normalised
 from ppctl.model.linear import make_weight, product_in_float32
 from ppctl.tensors.wide_dtype import wide_dtype
 
@@ -63,9 +64,9 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, *, fused: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.fused = model, fused
         self.num_experts = model.num_moe_experts or 0
         self.weight = make_weight(self.num_experts, model.hidden_size)
         self.register_buffer("expert_bias", None)
@@ -111,17 +112,17 @@ class Router(nn.Module):
 
         A single sigmoid stays as it is: divided by itself it would teach the router nothing.
         """
-        normalised = self.model.moe_router_topk > 1 if sigmoid else not self.model.moe_router_pre_softmax
-        if normalised:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-        return chosen * (self.model.moe_router_topk_scaling_factor or 1.0)
+        scale = self.model.moe_router_topk_scaling_factor or 1.0
+        if self.model.moe_router_topk > 1 if sigmoid else not self.model.moe_router_pre_softmax:
+            return normalised(chosen, scale, fused=self.fused)
+        return chosen if scale == 1.0 else chosen * scale
 
     def _auxiliary(self, logits: Tensor, scores: Tensor) -> Tensor | None:
         parts = []
         kind, coefficient = self.model.moe_router_load_balancing_type, self.model.moe_aux_loss_coeff
         if kind != "none" and coefficient:
             if self.model.moe_router_score_function == "sigmoid":
-                scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+                scores = normalised(scores, fused=self.fused)
             sequences = scores if kind == "seq_aux_loss" else scores.flatten(0, 1)[None]
             parts.append(coefficient * balance_loss(sequences, self.model.moe_router_topk, self.others))
         if self.model.moe_z_loss_coeff:

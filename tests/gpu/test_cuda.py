@@ -278,6 +278,17 @@ def test_swiglu_of_grouped_rows_is_one_kernel_with_the_bits_of_its_steps(weighte
                 assert not rows or (one != other).float().mean() <= 1e-3
 
 
+def test_a_routers_scores_are_normalised_by_kernels_with_the_bits_of_the_steps() -> None:
+    draw, results = torch.Generator().manual_seed(0), []
+    scores, gradient = (torch.rand(4096, 256, generator=draw).cuda() for _ in range(2))
+    assert activation.fuses_swiglu(torch.device("cuda"), weighted=True)
+    for fused in (True, False):
+        x = scores.clone().requires_grad_()
+        out = activation.normalised(x, 2.5, fused=fused)
+        results.append((out, *torch.autograd.grad(out, x, gradient)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("counts", [(100, 0, 33, 1, 0), (0, 0, 0, 0, 160), (0, 0, 0, 0, 0), (400, 512, 96, 16, 32)])
 def test_scaled_products_of_all_groups_at_once_agree_with_their_emulation(counts: tuple[int, ...]) -> None:
     """Row-wise e4m3. Numbers and scales are the same on both sides: what differs is the order of sums in float32."""

@@ -11,6 +11,7 @@ from cuts import tiny
 from ppctl.model import activation as module
 from ppctl.model.feed_forward import Experts, FeedForward
 from ppctl.model.kernels import ON_CPU, Kernels
+from ppctl.model.router import Router
 from ppctl.model.split import ALONE
 
 WRAPPER = """
@@ -29,12 +30,16 @@ namespace at { struct BFloat16 {  // to the nearest, halves to even, as a GPU co
 namespace forward { %s }
 namespace backward { %s }
 namespace weighted { %s }
+namespace shares { %s }
+namespace of_shares { %s }
 extern "C" void kernel(int which, long n, const float* g, const float* x, const float* up, const float* w,
                        float* a, float* b, float* c) {
   for (long i = 0; i < n; ++i) {
     if (which == 1) forward::swiglu<float>(x[i], up[i], w[i], a[i]);
     if (which == 2) backward::swiglu<float>(g[i], x[i], up[i], w[i], a[i], b[i]);
     if (which == 3) weighted::swiglu<float>(g[i], x[i], up[i], w[i], a[i], b[i], c[i]);
+    if (which == 4) shares::share<float>(x[i], up[i], w[i], a[i]);
+    if (which == 5) of_shares::share<float>(g[i], x[i], up[i], w[i], a[i], b[i]);
   }
 }
 """
@@ -48,22 +53,23 @@ def kernel(tmp_path_factory):
         pytest.skip("no C++ compiler is here")
     folder = tmp_path_factory.mktemp("kernels")
     source, built = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(WRAPPER % tuple(module.TEXTS.values()))
+    source.write_text(WRAPPER % (*module.TEXTS.values(), *module.SHARES.values()))
     flags = ["-O1", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True, timeout=100)
     compiled = ctypes.CDLL(str(built)).kernel
 
-    def run(gradient, x, up, weights):
+    def run(gradient, x, up, weights, first=0):
         given = [x if gradient is None else gradient, x, up, torch.ones(1, 1) if weights is None else weights]
         wide = [each.expand(x.shape).float().contiguous() for each in given]
         made = [torch.empty_like(wide[0]) for _ in range(3)]
         places = [ctypes.c_void_p(each.data_ptr()) for each in (*wide, *made)]
-        outputs = module._results(gradient, weights)
-        compiled(outputs, ctypes.c_long(x.numel()), *places)
-        return [each.bfloat16() for each in made[:outputs]]
+        outputs = module._results(gradient, None if first else weights)
+        compiled(first + outputs, ctypes.c_long(x.numel()), *places)
+        return [each.to(x.dtype) for each in made[:outputs]]
 
     library = torch.library.Library("ppctl", "IMPL")
     library.impl("swiglu", run, "CPU")
+    library.impl("share", lambda g, x, total, scale: run(g, x, total, torch.tensor([[scale]]), first=3), "CPU")
     yield
     library._destroy()
 
@@ -89,6 +95,25 @@ def test_a_kernel_rounds_where_the_steps_round(kernel, weighted):
     assert len(found) == len(steps) == (4 if weighted else 3)
     for one, other in zip(found, steps, strict=True):
         few_differ(one, other)
+
+
+@pytest.mark.parametrize("kind", ["none", "aux_loss", "seq_aux_loss"])
+def test_a_routers_kernels_give_the_bits_of_the_steps_where_scores_are_normalised(kernel, kind):
+    model = tiny(
+        num_moe_experts=8, moe_router_topk=3, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
+        moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.1,
+    )  # fmt: skip
+    results = []
+    for fused in (True, False):
+        router = Router(model, fused=fused)
+        router.weight.data = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)) * 4
+        x = torch.randn(2, 50, model.hidden_size, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        found = router(x)
+        objective = found.weights.square().sum() + (0 if found.auxiliary is None else found.auxiliary)
+        results.append([found.weights, *torch.autograd.grad(objective, [x, router.weight])])
+        assert ("_Normalised" in str(found.weights.grad_fn)) == fused
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kind", ["experts", "feed-forward"])
@@ -153,7 +178,9 @@ def test_only_kernels_that_are_needed_are_tried_and_a_rank_says_why_it_has_none(
         return module.by_steps(gradient, x, up, weights)
 
     monkeypatch.setattr(module, "_by_kernel", by_kernel)
+    monkeypatch.setattr(module, "_shares_by_kernel", None)
     assert module.fuses_swiglu(torch.device("cpu"), weighted=False)
+    monkeypatch.setattr(module, "_shares_by_kernel", module._shares_by_steps)
     assert tried == [(False, False), (True, False)]
     assert module.fuses_swiglu(torch.device("cpu"), weighted=True)
     assert len(tried) == 6 and tried[-1] == (True, True)

@@ -1,4 +1,5 @@
-"""What a block keeps for its backward beyond what the plan counts: storages, each once, whoever looks into them."""
+"""What a block keeps for its backward beyond what the plan counts: storages, each once, whoever looks into them. And
+what a layer's forward holds."""
 
 import pytest
 import torch
@@ -6,8 +7,17 @@ from cuts import tiny
 from live_memory import kept_by
 from torch.utils._pytree import tree_leaves
 
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.activations import stage_activations
+from ppctl.cost.setting import Setting
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.attention import LatentAttention
+from ppctl.model.kernels import Kernels
 from ppctl.model.linear import in_two, product_in_float32
+from ppctl.model.stage import build_stage
+from ppctl.plan import StageSpec
+from ppctl.rehearsal.ledger import DeviceLedger
+from ppctl.rehearsal.stand_ins import FusedKernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,3 +81,29 @@ def test_the_values_of_latent_attention_do_not_keep_the_keys_alive():
     latent = torch.randn(1, tokens, 12, requires_grad=True)
     _, _, v = attention.expand(queries, latent, torch.ones(tokens, 2, 2))
     assert v.untyped_storage().nbytes() == tokens * heads * 8 * v.element_size()
+
+
+EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 896, "moe_router_topk": 2, "add_bias_linear": False}
+WIDE = {
+    "dense": {"ffn_hidden_size": 1024},
+    "experts": {**EXPERTS, "moe_layer_freq": 1},
+    "a wide shared expert": {**EXPERTS, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": 1536},
+}
+
+
+@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("fused", [False, True], ids=["step by step", "fused"])
+def test_a_forward_on_a_device_holds_what_the_plan_says_with_silu_of_a_gate_by_steps(kind, fused):
+    sizes = dict(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=320)
+    model, layers, device = ModelConfig(**sizes | WIDE[kind]), parse_layers(["decoder.0"]), torch.device("meta")
+    plan = stage_activations(model, layers, Setting(2, 512, 2))
+    spec = StageSpec(0, 0, 0, layers, (), (), 0, 0, 0)
+    kernels = Kernels(groups_experts=True, fuses_swiglu=fused)
+    with FusedKernels(), DeviceLedger() as ledger:
+        stage = build_stage(spec, model, seed=1, dtype=torch.bfloat16, device=device, kernels=kernels)
+        stage(torch.empty(2, 512, 256, dtype=torch.bfloat16, device=device))  # makes what is shared
+        ledger.begin_step()
+        before = ledger.live
+        _out = stage(torch.empty(2, 512, 256, dtype=torch.bfloat16, device=device, requires_grad=True))
+        most = ledger.restart_peak() - before
+    assert most < plan.in_forward * 0.99 if fused else most == pytest.approx(plan.in_forward, rel=0.01)

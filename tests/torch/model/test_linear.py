@@ -14,8 +14,17 @@ from torch.utils._pytree import tree_leaves
 import ppctl
 from ppctl.config.schema import TrainConfig
 from ppctl.geometry.layers import parse_layers
-from ppctl.model.linear import for_each_group, grouped_product, product, product_in_float32
+from ppctl.model.linear import (
+    Linear,
+    columns,
+    for_each_group,
+    from_columns,
+    grouped_product,
+    product,
+    product_in_float32,
+)
 from ppctl.model.recompute import recompute
+from ppctl.model.split import ALONE
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
 
@@ -226,6 +235,25 @@ def test_a_group_gets_the_same_bits_whatever_groups_stand_beside_it():
     parts = zip(*(each.split(counts.tolist()) for each in (rows, factors)), together, weights, counts, strict=True)
     for part, beside, group, weight, count in parts:
         assert torch.equal(group, for_each_group(block, part, count[None], weight[None], beside=beside))
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["as it is", "autocast"])
+def test_split_products_with_biases_have_the_dtype_and_where_nothing_is_rounded_the_bits_of_whole_ones(cast):
+    """Small whole numbers: products and sums of them are exact in bfloat16."""
+    numbers = partial(torch.randint, -2, 3, generator=torch.Generator().manual_seed(0))
+    first, last = Linear(8, 8, bias=True), Linear(8, 8, bias=True)
+    for parameter in (*first.parameters(), *last.parameters()):
+        parameter.data = numbers(parameter.shape).float()
+    x, results = numbers((1, 3, 8)).float().requires_grad_(), []
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        for split in (None, type(ALONE)()):  # of one rank, as a split of several is used
+            (inside,) = columns(x, first, split=split)
+            out = from_columns(inside, last, split)
+            of_all = torch.autograd.grad(out.sum(), [x, *first.parameters(), *last.parameters()])
+            results.append([inside, out, *of_all])
+    assert results[0][1].dtype == (torch.bfloat16 if cast else torch.float32)
+    for whole, parts in zip(*results, strict=True):
+        assert whole.dtype == parts.dtype and torch.equal(whole, parts)
 
 
 def test_a_product_in_float32_rounds_nothing_under_autocast_nor_with_weights_in_bfloat16():
