@@ -120,7 +120,8 @@ def count(sizes: Sequence[int]) -> None:
     for ranks in sizes:
         for name, row in phases(ranks).items():
             cells = [
-                f"{row[key]:,}" for key in ("requests", "read", "most_requests", "connections", "most_connections")
+                f"{getattr(row, key):,}"
+                for key in ("requests", "read", "most_requests", "connections", "most_connections")
             ]
             print(f"| {name} | {ranks:,} | {' | '.join(cells)} |")
 

@@ -10,16 +10,19 @@ place of tp and dp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import chain, product
+from itertools import chain, combinations, product
 from math import prod
 
 from ppctl.errors import ConfigError, Problem
 
 ORDER = "tp-cp-ep-dp-pp"
 """Megatron's default: tensor-parallel ranks are neighbours, pipelines are as far apart as they can be."""
+
+RINGS = ("dp", "cp-dp", "edp")
+"""Axes whose groups grow with the world: their ranks connect on first use, and a step's messages go round a ring."""
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
 """Elements that a data-parallel group sends together, unless one tensor has more: this bounds the copies."""
@@ -146,6 +149,15 @@ class RankGrid:
         stride, size = self.sizes.stride(axis), getattr(self.sizes, axis)
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + stride * size, stride))
+
+
+def pairs_with_messages(sizes: ParallelSizes) -> Iterator[tuple[int, int]]:
+    """Pairs of ranks that exchange messages along axes: any two of a group, of RINGS neighbours in the ring. A pair may
+    come several times."""
+    grid = RankGrid(sizes)
+    for axes in axes_with_groups(sizes, experts=True):
+        for group in grid.groups(*axes.split("-")):
+            yield from zip(group, group[1:] + group[:1], strict=True) if axes in RINGS else combinations(group, 2)
 
 
 def axes_with_groups(sizes: ParallelSizes, *, experts: bool) -> list[str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.groups import make_group
+from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.parallel.exchange_counts import watch
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.records.rank_records import EXCHANGING_AXES
-from ppctl.topology import ParallelSizes, RankGrid, axes_with_groups, levels
+from ppctl.topology import RINGS, ParallelSizes, RankGrid, axes_with_groups, levels
 
 _LEVELS = ("inner", "outer")
 
@@ -30,7 +31,10 @@ class AxisGroups(dict[str, ProcessGroup]):
         in the inner level of axes with two levels, in the same order everywhere; a level of one rank has no group."""
         grid = RankGrid(sizes)
         named = axes_with_groups(sizes, experts=experts)
-        groups = cls({axes: make_group(grid.groups(*axes.split("-"))) for axes in named})
+        groups = cls()
+        for axes in named:
+            with connecting_on_first_use() if axes in RINGS else nullcontext():
+                groups[axes] = make_group(grid.groups(*axes.split("-")))
         for axis, size in inner.items():
             both = levels(grid.group_of(axis, rank), size)
             made = {f"{axis}-{name}": level for name, level in zip(_LEVELS, both, strict=True) if len(level[0]) > 1}
@@ -66,8 +70,9 @@ class AxisGroups(dict[str, ProcessGroup]):
         groups = self._present(*["tp"] * self.sequence_parallel, "cp", "dp")
         return SharedTokens([group for group in groups if group.size() > 1])
 
-    def exchanges(self, cp_comm_type: str | Iterable[str]) -> dict[str, list[str]]:
-        """Axis -> the exchanges of its ranks other than collectives (`reach/first_contact.py`)."""
+    def exchanges(self, cp_comm_type: str | Iterable[str], *, whole_rings: bool = False) -> dict[str, list[str]]:
+        """Axis -> the exchanges of its ranks other than collectives (`reach/first_contact.py`). With `whole_rings` any
+        two ranks of a group in RINGS exchange messages."""
         ways = {cp_comm_type} if isinstance(cp_comm_type, str) else set(cp_comm_type)
         exchanges: dict[str, list[str]] = {
             "ep": ["all to all"],
@@ -78,6 +83,7 @@ class AxisGroups(dict[str, ProcessGroup]):
             "cp-inner": ["all to all"],
             "cp-outer": ["round"],
         }
+        exchanges |= {axis: ["all to all"] * whole_rings for axis in RINGS}
         return {axis: exchanges[axis] for axis in exchanges if axis in self}
 
     def _present(self, *axes: str) -> list[ProcessGroup]:

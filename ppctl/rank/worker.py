@@ -69,6 +69,7 @@ from ppctl.reach.store import SealedStore
 from ppctl.runs import checkpoint_folder, fence
 from ppctl.runs.heartbeat import HeartbeatFile, Publisher, Write
 from ppctl.runs.rundir import RunDir
+from ppctl.topology import pairs_with_messages
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train
 from ppctl.train.own_callbacks import OwnCallback, load_callbacks
@@ -264,8 +265,10 @@ class _RankProcess:
         """Join the world once all ranks have come and their hosts reach each other."""
         own, store, launch = self.own, self.store, self.shared.config.launch
         edge_limit, patience = float(seconds(launch.edge_limit)), _patience(self.shared).total_seconds()
-        digest = self.shared.digest
-        hosts = call_roll(store, own.rank, own.world_size, digest, edge_limit=edge_limit, patience=patience)
+        digest, pairs = self.shared.digest, partial(pairs_with_messages, self.shared.plan.sizes)
+        hosts = call_roll(
+            store, own.rank, own.world_size, digest, edge_limit=edge_limit, patience=patience, pairs=pairs
+        )
         if watch is not None:
             watch.meet(hosts)
         nccl = nccl_version() if device.type == "cuda" else None
@@ -279,7 +282,10 @@ class _RankProcess:
 
     def _warm_up(self, session: Session) -> None:
         launch, messages, ties = session.config.launch, session.pipeline.communicator, session.replica.ties.group
-        exchanges = session.groups.exchanges(session.config.model.cp_comm_type)
+        over_gloo = session.groups["dp"]._get_backend(session.device).name() == "gloo"
+        # Gloo's sum on one rank of a group comes to it from every other one, and shards are on all.
+        shards = over_gloo and session.config.parallel.data_parallel_sharding != "none"
+        exchanges = session.groups.exchanges(session.config.model.cp_comm_type, whole_rings=shards)
         edges = warm_up(self.store, launch, session.device, messages, session.groups, ties, exchanges)
         if edges is not None:
             self.shared.run.write_edges(edges)

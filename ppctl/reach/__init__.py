@@ -2,7 +2,7 @@
 
 `start` runs three tests, in this order:
 
-    call_roll    every rank has come and has the same run, and every host reaches every other host (`hosts`)
+    call_roll    every rank has come and has the same run, and hosts reach those that they speak to (`hosts`)
     join_world   the ranks make the default process group
     warm_up      every channel and every group carries a first message (`first_contact`)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -145,13 +146,21 @@ class _Absent(Exception):
 
 
 def call_roll(
-    store: SealedStore, rank: int, world: int, digest: str, *, edge_limit: float, patience: float
+    store: SealedStore,
+    rank: int,
+    world: int,
+    digest: str,
+    *,
+    edge_limit: float,
+    patience: float,
+    pairs: Callable[[], Iterable[tuple[int, int]]] = tuple,
 ) -> list[str]:
     """Return the hosts, in the order of their first ranks, once every rank has come and nothing is wrong.
 
     `digest` stands for the run that this rank has. All times are in seconds: ranks have `patience` to come, hosts
-    `edge_limit` to reach each other. Every rank raises the same error: TrainingError (PP-E709) if some did not come,
-    ConfigError (PP-E742) if they have different runs, DeadEdge (PP-E707) if one host does not reach another.
+    `edge_limit` to reach each other. Hosts of ranks that will exchange messages (`pairs`, asked on rank 0) try each
+    other, and others as `_tried_by_host` says. Every rank raises the same error: TrainingError (PP-E709) if some did
+    not come, ConfigError (PP-E742) if they have different runs, DeadEdge (PP-E707) if one host does not reach another.
     """
     server, address = listen()
     with server:
@@ -162,7 +171,9 @@ def call_roll(
                 ranks = _read(store, "rank", range(world), patience)
                 problem = _different_runs(ranks)
                 first = {} if problem else _first_of_each_host(ranks)
-                store.set(f"{_KEY}/hosts", [[number, each["host"], *each["address"]] for number, each in first.items()])
+                for number, tried in _tried_by_host(ranks, pairs()).items() if len(first) > 1 else ():
+                    store.set(f"{_KEY}/try/{number}", [[other, *ranks[other]["address"]] for other in tried])
+                store.set(f"{_KEY}/hosts", [[number, each["host"]] for number, each in first.items()])
             hosts = _try_hosts(store, rank, edge_limit, patience + _LATER)
             if rank == 0 and len(hosts) > 1 and problem is None:
                 problem = _dead_edges(ranks, _read(store, "unreached", first, edge_limit + _LATER))
@@ -203,15 +214,32 @@ def _first_of_each_host(ranks: Mapping[int, Any]) -> dict[int, Any]:
     return {rank: ranks[rank] for rank in first.values()}
 
 
+def _tried_by_host(ranks: Mapping[int, Any], pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """First rank of each host -> the first ranks of hosts that it tries.
+
+    Hosts of `pairs` try each other, and those of the world's ring, and rank 0's host and all others: every rank speaks
+    to rank 0. Besides, each tries the hosts 1, 2, 4, 8 and so on after it, so that others than those few find it.
+    """
+    first = list(_first_of_each_host(ranks))
+    of_host = {ranks[rank]["host"]: place for place, rank in enumerate(first)}
+    place = {rank: of_host[each["host"]] for rank, each in ranks.items()}
+    distances = [2**power for power in range((len(first) - 1).bit_length())]
+    tried = [{(own + distance) % len(first) for distance in distances} for own in range(len(first))]
+    for one, other in chain(pairs, pairwise(ranks), ((0, rank) for rank in first)):
+        tried[place[one]].add(place[other])
+        tried[place[other]].add(place[one])
+    return {first[own]: [first[other] for other in sorted(others - {own})] for own, others in enumerate(tried)}
+
+
 def _try_hosts(store: SealedStore, rank: int, limit: float, patience: float) -> list[str]:
-    """Let the first rank of every host try all other hosts; returns the hosts' names."""
+    """Let the first rank of every host try the hosts that rank 0 names; returns the names of all hosts."""
     store.plain.wait([f"{_KEY}/hosts"], timedelta(seconds=patience))
     rows = store.get(f"{_KEY}/hosts")
-    addresses = {int(first): (str(host), int(port)) for first, _, host, port in rows}
-    if rank in addresses and len(addresses) > 1:
-        reasons = unreached({first: address for first, address in addresses.items() if first != rank}, limit)
-        store.set(f"{_KEY}/unreached/{rank}", [[first, *addresses[first], reason] for first, reason in reasons.items()])
-    return [str(name) for _, name, *_ in rows]
+    if len(rows) > 1 and rank in [first for first, _ in rows]:
+        addresses = {int(other): (str(host), int(port)) for other, host, port in store.get(f"{_KEY}/try/{rank}")}
+        reasons = unreached(addresses, limit)
+        store.set(f"{_KEY}/unreached/{rank}", [[other, *addresses[other], reason] for other, reason in reasons.items()])
+    return [str(name) for _, name in rows]
 
 
 def _dead_edges(ranks: Mapping[int, Any], reported: Mapping[int, Any]) -> Problem | None:

@@ -12,10 +12,23 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+_ESTABLISHED, _LISTEN = "01", "0A"  # of /proc/net/tcp
+
 
 def go_deaf(pid: int) -> int:
     """Hear nothing more from a process; returns how many connections that were."""
     found = _shared_with(pid)
+    for epoll, descriptor in found:
+        select.epoll.fromfd(os.dup(epoll)).unregister(descriptor)
+    return len(found)
+
+
+def hear_no_newcomer() -> int:
+    """Answer nobody who connects from now on: the kernel still accepts, as on a host that is cut off. Returns at how
+    many sockets gloo listened."""
+    listening = _addresses(_LISTEN)
+    mine = {descriptor for descriptor, inode in _sockets(os.getpid()).items() if inode in listening}
+    found = [(epoll, descriptor) for epoll, descriptor in _watched() if descriptor in mine]
     for epoll, descriptor in found:
         select.epoll.fromfd(os.dup(epoll)).unregister(descriptor)
     return len(found)
@@ -61,13 +74,13 @@ def _sockets(pid: int) -> dict[int, str]:
     return found
 
 
-def _addresses() -> dict[str, tuple[str, str]]:
-    """Inode -> (local address, remote address) of all established connections."""
+def _addresses(state: str = _ESTABLISHED) -> dict[str, tuple[str, str]]:
+    """Inode -> (local address, remote address) of all sockets in a state, by default connections."""
     found = {}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "01":
+            if fields[3] == state:
                 found[fields[9]] = (fields[1], fields[2])
     return found
 

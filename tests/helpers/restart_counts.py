@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,6 +27,7 @@ from ppctl.comm.groups import connecting_on_first_use
 from ppctl.rank import rendezvous
 from ppctl.rank.rendezvous import OwnRank
 from ppctl.reach import start
+from ppctl.topology import ParallelSizes, pairs_with_messages
 
 LIMIT = timedelta(minutes=5)
 
@@ -78,9 +80,12 @@ def together(ranks: int, work: Callable[[int], Any]) -> list[Any]:
         threading.stack_size(before)
 
 
-def rendezvous_counts(ranks: int, per_node: int, run: bytes = b"x" * 10_000) -> dict[str, list[Counter[str]]]:
+def rendezvous_counts(
+    ranks: int, per_node: int, run: bytes = b"x" * 10_000, pairs: Callable[[], Iterable[tuple[int, int]]] = tuple
+) -> dict[str, list[Counter[str]]]:
     """Phase -> what each rank asks for as a rank that torchrun has started: the store and its start's number
-    (`rendezvous`), the run from rank 0 (`the run`), and the roll call with connections to other hosts (`roll call`)."""
+    (`rendezvous`), the run from rank 0 (`the run`), and the roll call with connections to other hosts (`roll call`), of
+    whose ranks `pairs` exchange messages."""
     below, own = dist.HashStore(), threading.local()
 
     def unreached(addresses: dict[int, Any], limit: float) -> dict[int, str]:
@@ -101,7 +106,7 @@ def rendezvous_counts(ranks: int, per_node: int, run: bytes = b"x" * 10_000) -> 
         plain = dist.PrefixStore(f"ppctl/start/{number}/", own.store)
         sealed = rendezvous.SealedStore(plain, bytes(32), "1")
         phase(lambda: sealed.set("run", run.decode()) if rank == 0 else sealed.get("run"))
-        phase(lambda: start.call_roll(sealed, rank, ranks, "digest", edge_limit=60, patience=300))
+        phase(lambda: start.call_roll(sealed, rank, ranks, "digest", edge_limit=60, patience=300, pairs=pairs))
         return phases
 
     host = lambda: f"node-{own.rank // per_node}"  # noqa: E731
@@ -175,11 +180,10 @@ class Phase(NamedTuple):
 
 def phases(ranks: int, per_node: int = 8, pp: int = 16) -> dict[str, Phase]:
     """The phases of a start on CPUs: pp x dp ranks, of which dp grows with their number."""
-    counted = {name: Phase.of(each) for name, each in rendezvous_counts(ranks, per_node).items()}
-    axes = [mesh(size) for size in (min(pp, ranks), ranks // min(pp, ranks))]
-    channels = Counter({key: 4 * number for key, number in mesh(2).items()})  # two neighbours, each way
-    world = Counter({"set": 1, "get": 2, "wait": 2, "bytes": 308, "connections": 1})
-    each = sum(axes, channels + world)
+    pp, dp = min(pp, ranks), ranks // min(pp, ranks)
+    pairs = partial(pairs_with_messages, ParallelSizes(ranks, pp=pp, dp=dp, edp=dp))
+    counted = {name: Phase.of(each) for name, each in rendezvous_counts(ranks, per_node, pairs=pairs).items()}
+    each = mesh(pp) + mesh(pp) + ring(dp) + ring(ranks)  # a pipeline's gradients have connections of their own
     first = [Counter(get=ranks - 1, wait=ranks - 1, connections=ranks - 1, bytes=154 * (ranks - 1))]
     first += [Counter(get=1, wait=1, bytes=154)] * (ranks - 1)
     return counted | {"groups": Phase.of([each] * ranks), "first messages": Phase.of(first)}
@@ -191,3 +195,10 @@ def mesh(size: int) -> Counter[str]:
     if size == 1:
         return Counter(set=1)
     return Counter({"set": 1, "get": size, "wait": size, "bytes": size * (154 + 8 * size), "connections": size // 2})
+
+
+def ring(size: int) -> Counter[str]:
+    """The counts of a rank of a gloo group that connects on first use: with its neighbours, and it opens one of two
+    connections."""
+    others = min(2, size - 1)
+    return Counter({"set": 1, "get": others, "wait": others, "bytes": 154 * others, "connections": 1})

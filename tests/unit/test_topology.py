@@ -3,11 +3,11 @@
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppctl.errors import ConfigError
-from ppctl.topology import ORDER, ParallelSizes, RankGrid, levels, views
+from ppctl.topology import ORDER, RINGS, ParallelSizes, RankGrid, axes_with_groups, levels, pairs_with_messages, views
 
 ORDERS = ["-".join(axes) for axes in permutations(ORDER.split("-"))]
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
@@ -148,3 +148,22 @@ def test_levels_of_a_group_are_neighbours_and_what_lies_across_them() -> None:
     inner, outer = levels((0, 2, 4, 6, 8, 10, 12, 14), 2)
     assert inner == [(0, 2), (4, 6), (8, 10), (12, 14)]
     assert outer == [(0, 4, 8, 12), (2, 6, 10, 14)]
+
+
+@settings(max_examples=20)
+@given(sizes())
+def test_ranks_exchange_messages_with_all_of_a_group_and_with_neighbours_in_one_that_grows(
+    sizes: ParallelSizes,
+) -> None:
+    pairs = {frozenset(pair) for pair in pairs_with_messages(sizes)}
+    for axes in axes_with_groups(sizes, experts=True):
+        for group in RankGrid(sizes).groups(*axes.split("-")):
+            expected = zip(group, group[1:] + group[:1], strict=True) if axes in RINGS else permutations(group, 2)
+            assert all(frozenset(pair) in pairs for pair in expected)
+    few = sizes.pp + sizes.tp + sizes.cp + sizes.ep + sizes.etp + 2 * len(RINGS)
+    assert all(sum(rank in pair for pair in pairs) <= few for rank in range(sizes.world))
+
+
+def test_replicas_of_one_pipeline_are_a_ring() -> None:
+    sizes = ParallelSizes(8, dp=8, edp=8)
+    assert {*pairs_with_messages(sizes)} == {(rank, (rank + 1) % 8) for rank in range(8)}

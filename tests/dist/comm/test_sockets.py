@@ -17,11 +17,15 @@ from dense_runs import config_of
 from ranks import run_ranks
 from stores import sealed_store
 
-from ppctl.comm.groups import make_group
+from ppctl.comm.groups import gather_rows, make_group
 from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.parallel.axis_groups import AxisGroups
+from ppctl.parallel.shard import reduce_sums, start_sending
 from ppctl.plan.build import build_plan
 from ppctl.rank.own_process import raise_file_limit
+from ppctl.reach.first_contact import group_contacts
 from ppctl.reach.start import join_world, warm_up
+from ppctl.topology import ParallelSizes
 from ppctl.train.session import build_session
 
 CPU = torch.device("cpu")
@@ -65,9 +69,39 @@ def test_a_rank_is_connected_with_its_neighbours_and_its_groups_but_not_with_the
     mapping = to_mapping(config_of(tmp_path / "corpus.txt", pp=pp, vpp=1, m=2, dp=dp))
     told = run_ranks(counted, pp * dp, mapping)
     assert [joined for joined, _ in told] == [2] * 8, "the ring"
-    groups = 2 * (pp - 1) + (dp - 1)  # a pipeline's messages have connections of their own each way
+    ring = 2  # along dp
+    groups = 2 * (pp - 1) + ring  # a pipeline's messages have connections of their own each way
     # Those beside rank 0 in the ring have that connection already. Rank 0 itself gathers from all.
     assert [after - groups for _, after in told] == [7, 2, 3, 3, 3, 3, 3, 2]
+
+
+def opened_in_a_step(shards):
+    """Connections that a rank opens along dp after the first messages: for the sums of gradients, and for the whole
+    weights of shards."""
+    join()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes = ParallelSizes(size, dp=size, edp=size)
+    groups = AxisGroups.make(sizes, rank, experts=False, sequence_parallel=False, inner={})
+    made = connections()
+    for contact in group_contacts("dp", groups["dp"], CPU, exchanges=groups.exchanges("p2p", whole_rings=shards)["dp"]):
+        contact.run()
+    first = connections()
+    whole, own = torch.ones(4 * size), [{each: range(4 * each, 4 * each + 4) for each in range(size)}]
+    if shards:
+        part = reduce_sums([whole], own, groups["dp"])()
+        start_sending(part, own, torch.float32, groups["dp"])([whole])
+    else:
+        dist.all_reduce(whole, group=groups["dp"])
+    assert whole.tolist() == [size] * 4 * size
+    gather_rows([1.0], rank, [groups["dp"]])
+    return first - made, connections() - first
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("shards", "first"), [(False, 2), (True, 4)])
+def test_a_step_opens_no_connection_along_dp_that_first_messages_have_not_tried(shards, first):
+    """In training a rank that does not answer a new connection has no limit of gloo's. Shards need all of the group."""
+    assert run_ranks(opened_in_a_step, 5, shards) == [(first, 0)] * 5
 
 
 def sent_before_the_other_end_turns(groups):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +13,17 @@ import torch.distributed as dist
 from axis_runs import config_of
 from command import FAULTS
 from pipeline import P2P_MODES
-from ranks import run_ranks
+from ranks import RanksFailed, run_ranks
 from stores import sealed_store
 
-from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.parallel.axis_groups import AxisGroups
 from ppctl.plan.build import build_plan
 from ppctl.reach.first_contact import FirstContact, channel_contacts, group_contacts
 from ppctl.reach.hosts import DeadEdge
 from ppctl.reach.start import warm_up
-from ppctl.topology import ParallelSizes, RankGrid
+from ppctl.topology import ParallelSizes
 from ppctl.train.session import build_session
 
 CPU = torch.device("cpu")
@@ -106,25 +107,30 @@ def test_the_groups_of_every_axis_are_touched_and_timed():
 
 def groups_of_axes(*axes):
     """Contacts of tp 2 x dp 2."""
-    grid = RankGrid(ParallelSizes(4, tp=2, dp=2, edp=4))
-    return [contact for axis in axes for contact in group_contacts(axis, make_group(grid.groups(axis)), CPU)]
+    sizes = ParallelSizes(4, tp=2, dp=2, edp=4)
+    groups = AxisGroups.make(sizes, dist.get_rank(), experts=False, sequence_parallel=False, inner={})
+    return [contact for axis in axes for contact in group_contacts(axis, groups[axis], CPU)]
 
 
 def with_one_in_trouble(kind, rank, peer, axes=()):
     """`kind` strikes `rank` when all have arrived, before the first touch."""
     sys.path.insert(0, str(FAULTS))
-    from connections import go_deaf
+    from connections import go_deaf, hear_no_newcomer
 
     pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     wanted = groups_of_axes(*axes) if axes else contacts()
 
     def strike():
+        if kind == "cut off" and dist.get_rank() in (rank, peer):  # whichever of the two connects
+            assert hear_no_newcomer() > 0
         if dist.get_rank() != rank:
             return
         if kind == "deaf":
             assert go_deaf(pids[peer]) > 0
-        else:  # for longer than the others have patience
+        elif kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stop":  # for longer than the others have patience
             subprocess.Popen(["sh", "-c", f"sleep {LIMIT + 3}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -158,6 +164,39 @@ def test_a_dead_edge_of_a_tensor_parallel_group_is_named_with_both_hosts(axes):
             "rank 3 on host3 does not reach rank 2 on host2: edge of group tp took longer than 4 s, and both are alive",
         )
     assert found[2] is not None
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+def test_ranks_along_dp_that_cannot_connect_on_first_use_are_named_in_time(axes):
+    """Their group was made without any message between them; all others wait for one of the two."""
+    began = time.monotonic()
+    found = run_ranks(with_one_in_trouble, 4, "cut off", 1, 3, axes)
+    assert time.monotonic() - began < 3 * LIMIT
+    assert found[1] is not None and found[3] is not None
+    for problem in filter(None, found):
+        assert problem.code == "PP-E707"
+        assert "edge of group dp" in problem.message and problem.message.endswith("and both are alive")
+        assert "rank 1 on host1" in problem.message and "rank 3 on host3" in problem.message
+
+
+def raising(*words):
+    problem = with_one_in_trouble(*words)
+    if problem is not None:
+        raise DeadEdge(problem)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ["stop", "kill"])
+def test_a_rank_that_is_lost_between_the_making_of_groups_and_their_first_use_is_named_in_time(kind):
+    """`kill` breaks what is connected; along dp nothing is yet."""
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(raising, 4, kind, 3, None, ("dp", "tp"))
+    assert time.monotonic() - began < 20
+    told = {failure.rank: failure.message for failure in caught.value.failures if failure.kind == "DeadEdge"}
+    assert told[1].startswith("PP-E707: rank 3 on host3 does not answer: edge of group dp ")
+    assert all("rank 3 on host3 does not answer" in message for message in told.values())
 
 
 def test_a_rank_that_answers_nobody_is_named_alone():
