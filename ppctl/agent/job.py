@@ -310,7 +310,7 @@ def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[s
     over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
     if start is None or over or fence.older(life := _start(run, agent)):
         return False
-    if not run.has_requeue_mark(start):
+    if run.requeue_mark(start) is None:
         run.write_requeue_mark(start, why, without)
     if agent is not None:
         agent.asked = 0
@@ -319,5 +319,5 @@ def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[s
     told = (agent and agent.asked) or signal.sigpending()  # it may not listen yet
     more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
     if more and not told and fence.older(life) is None:
-        slurm.requeue(os.environ["SLURM_JOB_ID"])
+        slurm.requeue(os.environ["SLURM_JOB_ID"], run.requeue_mark(start) or "")  # of whoever came first
     return True

@@ -45,7 +45,7 @@ def requeued(
     """The mark that is left, and the jobs that the agent itself has requeued, if `meanwhile` happens while it waits."""
     jobs: list[str] = []
     monkeypatch.setattr(job.time, "sleep", lambda seconds: meanwhile())
-    monkeypatch.setattr(job.slurm, "requeue", jobs.append)
+    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(f"{job} without {without}"))
     job._requeue(agent.run_dir, agent, "a node is gone", ["node-1"])
     return mark_of(agent.run_dir), jobs
 
@@ -58,12 +58,13 @@ def mark_of(run: RunDir) -> str | None:
 def test_before_the_first_life_and_without_a_script_the_agent_requeues(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert requeued(agent_of(run), monkeypatch) == ("node-1\na node is gone\n", ["7"])
+    assert requeued(agent_of(run), monkeypatch) == ("node-1\na node is gone\n", ["7 without node-1"])
 
 
-def test_a_mark_that_another_agent_has_left_stays(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.write_requeue_mark("7.0", "ranks cannot be killed", ["node-0"])
-    assert requeued(agent_of(run), monkeypatch)[0] == "node-0\nranks cannot be killed\n"
+def test_a_mark_that_another_agent_has_left_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_requeue_mark("7.0", "ranks cannot be killed", ["node-0", "node-2"])
+    mark = "node-0,node-2\nranks cannot be killed\n"
+    assert requeued(agent_of(run), monkeypatch) == (mark, ["7 without node-0,node-2"])
 
 
 def test_a_job_that_may_not_start_again_is_not_requeued(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_a_run_that_has_ended_stays_so_and_one_that_was_stopped_goes_on(
 ) -> None:
     run.write_result({"state": state})
     run.write_status(state, message=message)
-    assert (requeued(agent_of(run), monkeypatch)[1] == ["7"]) == goes_on
+    assert (requeued(agent_of(run), monkeypatch)[1] == ["7 without node-1"]) == goes_on
 
 
 def begun(run: RunDir, job: str, life: str, number: int) -> str:
@@ -155,7 +156,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that agents requeue; nobody waits."""
     jobs: list[str] = []
     monkeypatch.setattr(job.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(job.slurm, "requeue", jobs.append)
+    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(job))
     return jobs
 
 

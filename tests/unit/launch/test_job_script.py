@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.compose import compose
+from ppctl.launch import slurm
 from ppctl.launch.script import SlurmJob, render
 
 NODES = ("n1", "n2", "n3")
@@ -25,7 +26,8 @@ echo "$*" >>"$CALLS/scontrol"
 case "$*" in
 "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
 "show config") echo "TaskPlugin              = $TASK_PLUGIN" ;;
-*"show job"*) echo "JobId=7 ExcNodeList=(null)" ;;
+*"show job"*) echo "JobId=7 ReqNodeList=(null) ExcNodeList=${BEFORE-(null)} Features=(null)" ;;
+requeue*) kill -TERM $PPID ;; # SLURM ends the job's processes
 esac
 """
 PYTHON = """#!/bin/bash
@@ -115,6 +117,27 @@ def test_a_check_that_srun_or_a_signal_ends_blames_no_node(tmp_path: Path, check
     job = Job(tmp_path, WELL, "launch.setup=['export SCRIPT=$$']", f"launch.health_check={check}")
     assert (job.code, job.without) == (0, without), job.log
     assert ("ppctl.agent with n1 n2 n3" in job.calls("python")) == (without is None)
+
+
+@pytest.mark.parametrize(
+    ("before", "without", "found"),
+    [("(null)", "n2", ["n2"]), ("n8,n9", "n2,n3", ["n8,n9,n2,n3"]), ("n8", "", [])],
+)
+def test_an_agent_requeues_as_the_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, without: str, found: list[str]
+) -> None:
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    for name, value in {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": f"{tmp_path}/calls",
+        "BEFORE": before,
+    }.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "calls").mkdir()
+    slurm.requeue("7", without)
+    calls = (tmp_path / "calls" / "scontrol").read_text()
+    assert "\nrequeue 7\n" in calls and re.findall("JobId=7 ExcNodeList=(.*)", calls) == found
 
 
 def test_requeues_are_bounded(tmp_path: Path) -> None:
