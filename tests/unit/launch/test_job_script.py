@@ -68,7 +68,7 @@ class Job:
     def without(self) -> str | None:
         """The nodes without which the job is requeued; None if it is not."""
         found = re.findall("ExcNodeList=(.*)", self.calls("scontrol"))
-        return found[0] if "requeue 7" in self.calls("scontrol") else None
+        return "".join(found) if "requeue 7" in self.calls("scontrol") else None
 
 
 WELL = "echo $SLURMD_NODENAME"
@@ -106,9 +106,9 @@ def test_a_node_whose_check_fails_or_does_not_end_is_left_out(tmp_path: Path, ch
 @pytest.mark.parametrize(
     ("check", "without"),
     [
-        ("kill -USR1 $$", None),  # SLURM's signal reaches the check everywhere
+        ("kill -HUP $$", None),
         ("kill -TERM $SCRIPT; false", None),
-        ("[ $SLURMD_NODENAME != n3 ] || kill -USR1 $$", "n3"),
+        ("[ $SLURMD_NODENAME != n3 ] || kill -HUP $$", "n3"),
         ("exec sleep 50", "n1,n2,n3"),
     ],
     ids=["a signal", "the job is ended", "one is silent", "none ends"],
@@ -117,6 +117,31 @@ def test_a_check_that_srun_or_a_signal_ends_blames_no_node(tmp_path: Path, check
     job = Job(tmp_path, WELL, "launch.setup=['export SCRIPT=$$']", f"launch.health_check={check}")
     assert (job.code, job.without) == (0, without), job.log
     assert ("ppctl.agent with n1 n2 n3" in job.calls("python")) == (without is None)
+
+
+@pytest.mark.parametrize("step", ["the health check", "the job's first step"])
+@pytest.mark.parametrize("answered", ["n1", "n4"], ids=["some have answered", "none has"])
+def test_a_request_before_there_are_agents_requeues_and_blames_no_node(
+    tmp_path: Path, step: str, answered: str
+) -> None:
+    """SLURM's USR1 ends all processes of the step that still run: half a second later on the nodes that are slower."""
+    told = f"[ $SLURMD_NODENAME = {answered} ] || {{ sleep 0.5; kill -USR1 $$; }}"
+    checked = step == "the health check"
+    job = Job(tmp_path, WELL if checked else f"{told}; {WELL}", *[f"launch.health_check={told}"] * checked)
+    assert (job.code, job.without) == (0, ""), job.log
+    assert f"requeue 1 of at most 10: USR1 during {step}" in job.log and "error" not in job.log
+    assert not job.calls("python")
+
+
+def test_a_request_that_reaches_the_check_before_its_shell_blames_no_node(tmp_path: Path) -> None:
+    check = "[ $SLURMD_NODENAME != n2 ] || { (sleep 0.3; kill -USR1 $$) >/dev/null 2>&1 & exit 1; }"
+    job = Job(tmp_path, WELL, f"launch.health_check={check}")
+    assert (job.code, job.without) == (0, "") and "USR1 during the health check" in job.log, job.log
+
+
+def test_a_request_to_a_job_that_is_ended_starts_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, "kill -TERM $SCRIPT; kill -USR1 $$", "launch.setup=['export SCRIPT=$$']")
+    assert (job.code, job.without) == (2, None), job.log
 
 
 @pytest.mark.parametrize(
