@@ -84,7 +84,8 @@ def main() -> int:
     except PpctlError as error:
         outcome = _failed(error, run, host_name() if served else host, agent)
         if agent is None or not submitted:
-            if agent is None and served:  # else the others would have the job start again
+            # Else the others would have the job start again. One of an older start has no say.
+            if agent is None and served and not (submitted and fence.older(_start(RunDir(Path(run)), None))):
                 outcome.write(RunDir(Path(served[0])), ())
             return outcome.exit_code
         if served:

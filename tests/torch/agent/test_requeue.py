@@ -261,6 +261,33 @@ def test_others_have_time_to_plan_a_smaller_run_before_this_agent_requeues(
     assert slept == [waits, 30] and jobs == ["7"]
 
 
+def begins(run: RunDir, monkeypatch: pytest.MonkeyPatch, index: int = 1) -> None:
+    """Prepare this process for `main` on the node `index` of two."""
+    for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")
+    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "PPCTL_START"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(job.sys, "argv", ["job", "--submitted", str(run.path)])
+    place = f"{index:05}", str(run.path), "node-0", "1", "", *[str(run.path), "3"][: 0 if index else 2]
+    monkeypatch.setattr(job, "_of_job", lambda path: place)
+
+
+@pytest.mark.parametrize(("newest", "state"), [("7.0", "failed"), ("7.1", "running")])
+def test_an_agent_that_fails_before_it_has_the_store_ends_its_own_start_alone(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, newest: str, state: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ConfigError(Problem("PP-E559", "the plan is no file"))
+
+    begins(run, monkeypatch, index=0)
+    monkeypatch.setattr(job, "_serve", fails)
+    run.write_status("running")
+    (run.path / "life").write_text(newest)
+    assert job.main() == 2
+    assert run.status()["state"] == state
+
+
 def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(
     run: RunDir, jobs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,13 +301,7 @@ def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins
         if agent is second:
             raise TrainingError(Problem("PP-E656", "no answer"))
 
-    for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "")
-    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "PPCTL_START"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(job.sys, "argv", ["job", "--submitted", str(run.path)])
-    monkeypatch.setattr(job, "_of_job", lambda path: ("00001", path, "node-0", "1", ""))
+    begins(run, monkeypatch)
     monkeypatch.setattr(job, "_join", lambda *_: (None, None, ["a"]))
     monkeypatch.setattr(job, "_agent", lambda *_, **__: next(agents))
     monkeypatch.setattr(job, "_anew", lambda *_, **__: (None, ["b"]))
