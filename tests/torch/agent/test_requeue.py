@@ -236,7 +236,20 @@ def test_an_agent_that_misses_half_of_the_nodes_blames_none(
     nodes: str, here: str, absent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PPCTL_NODES", nodes)
-    assert job._absent(here.split()) == absent
+    assert job._absent(here.split())[0] == absent
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_agent_that_blames_none_says_why(
+    run: RunDir, jobs: list[str], begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PPCTL_NODES", "node-0 node-1 node-2 node-3")
+    monkeypatch.setattr(job, "host_name", lambda: "node-0")
+    agent = no_meeting(agent_of(run), begun, ["node-0", "node-2"] if begun else [])
+    job._to_the_end(agent, "node-0", "29500", [], serves=True)
+    came = "not all hosts of the run came in time" + " (launch.shrink=requeue)" * begun
+    doubt = "whether they or node-0 stood still cannot be told, so that none is left out"
+    assert (mark_of(run), jobs) == (f"\n{came}; 2 of 4 nodes are missing: {doubt}\n", ["7"])
 
 
 def test_an_agent_without_a_life_that_stood_still_leaves_the_next_start_alone(run: RunDir, jobs: list[str]) -> None:
