@@ -265,6 +265,13 @@ def test_measured_numbers_are_on_the_page() -> None:
     assert "2 coll channels, 4 p2p channels" in text
 
 
+def test_tests_that_were_all_skipped_answer_nothing() -> None:
+    text = page_of(
+        {"nccl-tests": "SKIPPED [1] tests/gpu/test_cuda.py:1: one device\n1 skipped, 53 deselected in 5.77s\n"}
+    )
+    assert "over NCCL | nccl-tests | 1 skipped, 53 deselected in 5.77s |" in text
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
