@@ -27,16 +27,16 @@ class PeerLost(TrainingError):
         super().__init__(
             Problem(
                 "PP-E711",
-                f"the connection on channel {channel} broke: {_short(cause)}",
+                f"the connection on channel {channel} broke: {without_guesses(str(cause).splitlines()[0])}",
                 "look for the first failure of the job: this rank most likely only noticed it",
             )
         )
 
 
-def _short(cause: Exception) -> str:
-    """A library's message without its source line and its guesses."""
-    first = str(cause).splitlines()[0]
-    return re.sub(r"^\[[^\]]*:\d+\] ", "", first).partition(" This is typically caused")[0].rstrip(".")
+def without_guesses(message: str) -> str:
+    """A library's message without its source line and gloo's guesses at what has happened."""
+    said, guess, _ = re.sub(r"^\[[^\]]*:\d+\] ", "", message).partition(" This is typically caused")
+    return said.rstrip(".") if guess else said
 
 
 class Pending(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ppctl.comm.channels import PeerLost
+from ppctl.comm.channels import PeerLost, without_guesses
 from ppctl.comm.groups import gather_values
 from ppctl.config.metadata import LARGEST
 from ppctl.engine.engine_error import EngineError
@@ -211,7 +211,7 @@ def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) 
     problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]
     return RankFailure(
         rank,
-        str(cause) if problem is None else problem.message,
+        without_guesses(str(cause)) if problem is None else problem.message,
         type(cause).__name__,
         code=None if problem is None else problem.code,
         exit_code=exit_code,
