@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ppctl.config.argv import LAYOUT, PLACE, Arguments, quote, unquoted
 from ppctl.config.flags import TAKEN, TranslatedFlag, defaults_left, takes_several, translated, valueless
-from ppctl.config.keys import keys, keys_with, names_of_keys, text_keys, value_text
+from ppctl.config.keys import keys, keys_with, mapping_with, names_of_keys, text_keys, value_text
 from ppctl.config.metadata import OneOf
 from ppctl.config.name_tables import (
     AUTOMODEL,
@@ -42,6 +42,8 @@ _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=([^\s()]*|\"[^\"\n]*\")\s*(?:#.
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::?-([^}]*))?\}?")
 _NO_VALUE = re.compile(r"[();|&]+|\w+\+?=.*|\$\{?\w+\[.*", re.DOTALL)
 """Words of a shell script that end a flag's values."""
+_OF_A_RECIPE = re.compile(r"(defaults|published)(\.|$)")
+"""Names that recipes of ppctl have beside keys."""
 
 
 class FileSetting(NamedTuple):
@@ -111,7 +113,8 @@ def _recognised(text: str, names: list[str]) -> str | None:
         return MEGATRON if _FLAG.search(text) else None
     scores = {system: len(sections & tables(system).sections) for system in (TORCHTITAN, AUTOMODEL, BRIDGE)}
     best = max(scores, key=lambda system: scores[system])
-    return best if scores[best] and not all(name in keys() for name in names) else None
+    own = all(name in keys() or mapping_with(name) or _OF_A_RECIPE.match(name) for name in names)
+    return None if own or not scores[best] else best
 
 
 def _leaves(tree: Mapping[Any, Any], path: str, lines: Mapping[str, int], prefix: str = "") -> Iterator[FileSetting]:

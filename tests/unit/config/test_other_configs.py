@@ -22,6 +22,7 @@ from ppctl.errors import ConfigError
 LOOPED = "interleaved_1f1b"
 GPUS_256 = ["nodes=32", "gpus_per_node=8"]
 FILES = Path(__file__).parents[2] / "golden" / "other_configs"
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama3_8b.yaml"
 
 # Automodel: nemo_automodel/components/distributed/pipelining/functional.py, calculate_virtual_stages and
 # generate_hf_model_fqn_per_model_part (layers alone count, what is left over goes to the first stages);
@@ -188,6 +189,7 @@ def test_the_formats_are_those_that_are_read() -> None:
         ("x.yaml", "name: x\n", "is not recognised"),
         ("x.txt", "hello", "is not recognised"),
         ("x.yaml", "parallel:\n  pipeline_model_parallel_size: 2\ndata: {}\n", "a recipe of ppctl's own"),
+        ("mine.yaml", RECIPE.read_text(), "a recipe of ppctl's own"),
         ("x.toml", "[training]\nsteps = \n", "cannot be read"),
         ("x.json", '{"training": ', "cannot be read"),
         ("x.json", '{"training":' + "[" * 100_000, "cannot be read"),
