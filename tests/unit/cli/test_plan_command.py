@@ -283,6 +283,23 @@ def test_the_page_on_migrating_shows_what_becomes_of_a_config(capsys, monkeypatc
     assert [line for line in shown if line not in ("", "...") and line not in printed] == []
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("page", "command", "begin"),
+    [
+        ("planning", "plan +recipe=llama3_70b --lost 1,2,8", "if nodes are lost"),
+        ("searching", "search +recipe=llama3_8b nodes=1 gpus_per_node=8 cost.device=h100", "refined ("),
+    ],
+)
+def test_the_pages_show_what_is_printed_of_lost_nodes_and_of_refining(page, command, begin, monkeypatch, capsys) -> None:
+    text = (Path(__file__).parents[3] / "docs" / f"{page}.md").read_text()
+    shown = text[text.index(f"    {begin}") :].partition("\n\n")[0]
+    monkeypatch.setenv("COLUMNS", "150")
+    assert main(command.split()) == 0
+    printed = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    assert [line for line in shown.splitlines() if line.strip() not in printed] == []
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_a_picture_replaces_no_pipe_and_no_link(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
