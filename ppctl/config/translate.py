@@ -170,6 +170,7 @@ def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
     return _VARIABLE.sub(value, word)
 
 
+_ROWS, _BYTES = "model.vocab_size", text_keys()["model.vocab_size"].default
 _BATCH, _MICRO = "train.global_batch_size", "train.micro_batch_size"
 _SP, _TP = "parallel.sequence_parallel", "parallel.tensor_model_parallel_size"
 _EVALUATES, _ITS_DATA = ("train.eval_interval", "train.eval_steps"), {"data.validation_path", "data.validation_split"}
@@ -310,10 +311,10 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
         values = setting.value if isinstance(setting.value, list) else [setting.value]
         row = _of_flag(setting.name.replace("_", "-"), values, batch) or _UNKNOWN
         unread = [key for key, text in row.pairs if "$" in text]
-        if unread and all(key in typed for key in unread):
+        if unread and all(key in typed or (key == "data.tokenizer" and _ROWS in typed) for key in unread):
             row = TranslatedFlag("", why="the command line says it", code=NOTHING)
         elif unread:
-            row = TranslatedFlag("", why=f"the shell knows it: type {unread[0]}=...")
+            row = _of_the_shell(unread[0], vocabulary=typed.get(_ROWS, said.get(_ROWS)))
         elif row.pairs == [(_SP, "true")] and typed.get(_TP, given.get("--tensor-model-parallel-size", "1")) == "1":
             row = TranslatedFlag("", why="Megatron switches it off, too, where tp is 1", code=NOTHING)
         said |= dict(row.pairs)
@@ -325,6 +326,14 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
     for key, theirs in defaults_left(said):
         if not (given.names_model and key.startswith("model.")):
             yield TranslatedFlag(f"{key} (not given)", pasted(f"{key}={theirs}"), "Megatron's default", place=path)
+
+
+def _of_the_shell(key: str, vocabulary: str | None) -> TranslatedFlag:
+    """The answer to a value that stands in a shell variable; a tokenizer gives the plan its vocabulary."""
+    why = f"only the shell that runs the script knows this value: type {key}=..."
+    if key == "data.tokenizer" and vocabulary is None:
+        why = why.replace("...", f"DIR, or {_ROWS}=N to plan; until then the vocabulary is {_BYTES}, of bytes")
+    return TranslatedFlag("", why=why)
 
 
 def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:

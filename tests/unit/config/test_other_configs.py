@@ -264,8 +264,26 @@ def test_a_shell_script_is_read_for_its_flags_with_variables_that_it_sets_itself
         "optim.lr_wsd_decay_steps=7",
         "6.25 steps, rounded up: a schedule counts whole steps",
     )
-    assert rows["--micro-batch-size"]["why"] == "the shell knows it: type train.micro_batch_size=..."
+    assert rows["--micro-batch-size"]["why"] == (
+        "only the shell that runs the script knows this value: type train.micro_batch_size=..."
+    )
     assert overrides["model.ffn_hidden_size"] == "model.ffn_hidden_size=256"  # Megatron's default
+
+
+def test_what_only_the_shell_knows_is_told_with_what_follows_from_it(tmp_path, capsys) -> None:
+    script = (
+        "torchrun --nproc_per_node 8 --nnodes ${NNODES:-1} pretrain_gpt.py --num-layers 8 --hidden-size 64 "
+        "--num-attention-heads 4 --pipeline-model-parallel-size 4 --num-experts 8 --expert-model-parallel-size 8 "
+        "--seq-length 128 --global-batch-size 8 --mock-data --tokenizer-model ${TOKENIZER}\n"
+    )
+    (tmp_path / "train.sh").write_text(script)
+    _, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"))
+    why = next(row["why"] for row in report["translation"] if row["typed"].startswith("--tokenizer-model"))
+    assert why.endswith("type data.tokenizer=DIR, or model.vocab_size=N to plan; until then the vocabulary is 320, of bytes")
+    assert report["problems"][-1]["code"] == "PP-E205"
+    assert report["problems"][-1]["remedy"].splitlines()[0] == "nodes=4", "its shell may say more"
+    code, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"), "model.vocab_size=1000", "nodes=4")
+    assert (code, report["problems"]) == (0, [])
 
 
 def test_megatrons_test_recipes_in_yaml_are_flags_too(tmp_path, capsys) -> None:
