@@ -277,7 +277,9 @@ def of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
 
 def _takes(name: str, text: str) -> bool:
     key = text_keys()[name]
-    return text.lower() in ("true", "false") if key.is_switch else not isinstance(key.limit, OneOf) or key.allows(text)
+    if key.is_switch:
+        return text.lower() in ("true", "false")
+    return not isinstance(key.limit, OneOf) or key.allows(None if text == "null" else text)
 
 
 def _bridges_model(given: Given) -> Iterator[Said]:
