@@ -330,6 +330,22 @@ def test_a_world_of_unknown_size_is_enlarged_before_experts_are_put_together(cap
     assert "PP-E205" in err and "  try: dp=4\n   or: ep=1\n" in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        (["+recipe=llama3_70b", "nodes=1", "tp=1", "pp=8"], "ppctl search +recipe=llama3_70b launch.nodes=1"),
+        (["+recipe=quickstart", "launch.device_memory=1MiB"], "launch.device_memory"),
+    ],
+    ids=["eight GPUs", "no number of nodes"],
+)
+def test_a_model_that_needs_a_larger_device_is_searched_first(capsys, typed, remedy) -> None:
+    code, out, _ = run(capsys, *typed, "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert (code, problem["code"]) == (4, "PP-E801")
+    first, *others = problem["remedy"].splitlines()
+    assert first.startswith(remedy) and all(line.startswith("launch.device_memory=") for line in others)
+
+
 def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -> None:
     code, out, err = run(capsys, "+recipe=llama3_8b", "--lost", "2,1")
     assert (code, err) == (0, "")
