@@ -151,7 +151,12 @@ def test_the_rates_are_told_before_they_change(capsys: pytest.CaptureFixture[str
     peak = "0.000565 in step 30, 0.00062 in step 31, 0.001 in step 50, 0.000113 in step 120\n"
     assert peak in capsys.readouterr().err
     resumed(run, "optim.lr_decay_steps=60")
-    assert "learning rate" not in capsys.readouterr().err, "it is what it was"
+    err = capsys.readouterr().err
+    assert "learning rate" not in err, "it is what it was"
+    assert "  optim.lr_decay_steps: null -> 60\n" in err
+    resumed(run, "steps=120", "optim.lr_decay_steps=60")
+    held = "  learning rate: 0.000565 in step 30, 0.00055 in step 31, 0.0001 in step 120\n"
+    assert held in capsys.readouterr().err, "another number of steps"
 
 
 @pytest.mark.parametrize("key", ["lr=1e-3", "optim.min_lr=1e-5", "optim.lr_decay_steps=70", "optim.warmup_steps=3"])
