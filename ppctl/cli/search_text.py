@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppctl.cli.console import aligned, fits, folded, prose
+from ppctl.cli.console import aligned, fits, folded, number, prose
 from ppctl.cli.plan_text import room
 from ppctl.config.argv import SHORT, retyped
 from ppctl.plan.memory_limit import GIB, amount
@@ -33,11 +33,6 @@ def text(
         first = search.found[0].plan.step_time_s
         blocks.append(prose(["why not", *(f"  {reason(first, other)}" for other in others(search))], columns))
     return "\n\n".join(blocks)
-
-
-def number(count: int, one: str, many: str = "") -> str:
-    """`count` with a noun or verb: `one` for the singular, for the plural `many` (default: `one` with an s)."""
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def counts(search: Search) -> str:
@@ -129,8 +124,8 @@ def _error(share: float) -> str:
 def so_far(search: Search) -> str:
     """The best so far in one line."""
     done = search.counts
-    seen = number(done.total, "configuration") + " seen" * (not search.counted)
-    note = f"{done.total - done.undecided:,} of {seen} decided on "
+    seen = number(done.total, "configuration") + " seen so far" * (not search.counted)
+    note = f"of {seen}, {number(done.total - done.undecided, 'is', 'are')} decided on "
     note += f"{number(search.space.world, 'GPU')}, {done.planned:,} planned"
     if not search.found:
         return note + "; none fits yet" * bool(done.planned)

@@ -346,6 +346,9 @@ def test_a_model_that_needs_a_larger_device_is_searched_first(capsys, typed, rem
     assert first.startswith(remedy) and all(line.startswith("launch.device_memory=") for line in others)
 
 
+NUMBERS = "takes whole numbers from 1 on, with commas between"
+
+
 def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -> None:
     code, out, err = run(capsys, "+recipe=llama3_8b", "--lost", "2,1")
     assert (code, err) == (0, "")
@@ -367,8 +370,9 @@ def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -
     ("words", "code", "message", "remedy"),
     [
         (["+recipe=llama3_8b", "--lost", "4"], "PP-E105", "the plan has 4 nodes, and one must be left", "--lost 3"),
-        (["+recipe=llama3_8b", "--lost", "1,x"], "PP-E105", "--lost 1,x: whole numbers with commas", "--lost 1,2"),
-        (["+recipe=llama3_8b", "--lost", "1,1"], "PP-E105", "--lost 1,1: one number stands twice", "--lost 1,2"),
+        (["+recipe=llama3_8b", "--lost", "1,x"], "PP-E105", f"--lost 1,x: {NUMBERS}", "--lost 1,2"),
+        (["+recipe=llama3_8b", "--lost", "0"], "PP-E105", f"--lost 0: {NUMBERS}", "--lost 1,2"),
+        (["+recipe=llama3_8b", "--lost", "1,2,1"], "PP-E105", "--lost 1,2,1: one number stands twice", "--lost 1,2"),
         (["+recipe=quickstart", "--lost", "1"], "PP-E105", "the plan has 1 node, and one must be left", ""),
         (
             ["+recipe=llama3_70b", "--lost", "8,15"],

@@ -270,6 +270,15 @@ def test_a_shell_script_is_read_for_its_flags_with_variables_that_it_sets_itself
     assert overrides["model.ffn_hidden_size"] == "model.ffn_hidden_size=256"  # Megatron's default
 
 
+def test_a_narrow_table_cuts_no_value_off(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--from", str(FILES / "titan_llama3_405b.toml"), "nodes=16", "gpus_per_node=8"]) in (0, 2)
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert not [line for line in lines if "..." in line]
+    names = "".join(line[:32].strip() for line in lines)
+    assert "parallelism.tensor_parallel_degree=8" in names.replace(" ", "")
+
+
 def test_what_only_the_shell_knows_is_told_with_what_follows_from_it(tmp_path, capsys) -> None:
     script = (
         "torchrun --nproc_per_node 8 --nnodes ${NNODES:-1} pretrain_gpt.py --num-layers 8 --hidden-size 64 "
@@ -306,7 +315,7 @@ def test_megatrons_test_recipes_in_yaml_are_flags_too(tmp_path, capsys) -> None:
         ("distributed.strategy=fsdp2", "parallel.data_parallel_sharding=full", ""),
         ("distributed.pipeline.pp_microbatch_size=2", "train.micro_batch_size=2", ""),
         ("activation_checkpoint.mode=full", "train.recompute_granularity=full", ""),
-        ("activation_checkpoint.mode=selective", "train.recompute_granularity=selective", "operators there"),
+        ("activation_checkpoint.mode=selective", "train.recompute_granularity=selective", "of single operators there"),
         ("activation_checkpoint.selective_ac_option=2", "", "which operators are recomputed changes no number"),
         ("compile.enable=true", "train.compile=true", ""),
         ("optimizer.name=AdamW", "optim.name=adamw", ""),
