@@ -53,7 +53,7 @@ def table(listed: Sequence[AnswerRow], columns: int) -> str:
     """A row for each configuration; on a narrow screen the configuration stands below its figures."""
     head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by"]
     body, ways = [head], [["configuration"]]
-    for number, row in enumerate(listed, 1):
+    for place, row in enumerate(listed, 1):
         plan = row.planned.plan
         mfu = "" if plan.timing.mfu is None else f"{plan.timing.mfu:.1%}"
         figures = [
@@ -62,7 +62,7 @@ def table(listed: Sequence[AnswerRow], columns: int) -> str:
             f"{plan.bubble_fraction:.1%}",
             f"{plan.peak_bytes / GIB.size:.1f}",
         ]
-        body.append([str(number), *figures, room(plan), row.limit])
+        body.append([str(place), *figures, room(plan), row.limit])
         alike = (f"or cp{of.cp} mbs{of.micro_batch_size}" for of in row.alike)
         ways.append([sizes(row.planned.configuration), *alike])
     blank = [""] * len(head)
@@ -96,9 +96,9 @@ def order(listed: Sequence[AnswerRow], firsts: Mapping[tuple[str, ...], int], *,
         note = f"no other division of the ranks {f'is within {BAND:.1%}' if compared else 'was planned yet'}"
     elif not compared:
         note += "; interrupted before all others were planned"
-    for number in sorted({*firsts.values()} - {0}):
-        named = [" and ".join(slower) for slower, first in firsts.items() if first == number]
-        note += f"; priced again with {', or with '.join(named)} a tenth slower, number {number + 1} is first"
+    for place in sorted({*firsts.values()} - {0}):
+        named = [" and ".join(slower) for slower, first in firsts.items() if first == place]
+        note += f"; priced again with {', or with '.join(named)} a tenth slower, number {place + 1} is first"
     stays = "; priced again with links, memory or products or two of them a tenth slower, the first stays"
     return note + stays * (bool(firsts) and not any(firsts.values()))
 

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import keys, mapping_with, members, names_of_keys, nearest, sections, text_keys, type_text, value_text
+from ppctl.config.keys import (
+    keys,
+    mapping_with,
+    members,
+    names_of_keys,
+    nearest,
+    sections,
+    text_keys,
+    type_text,
+    value_text,
+)
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem

@@ -71,9 +71,11 @@ _SHAPES = ("model.", "parallel.")
 
 
 def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
-    """Whether further problems would mislead, because the recipe, the model's directory or a value of the model is missing."""
+    """Whether further problems would mislead: the recipe, the model's directory or one of its values is missing."""
     unread = {each.place.partition(" ")[0] for each in problems if each.code == "PP-E102"} & text_keys().keys()
-    if any(each.code == "PP-E104" for each in problems) or any(is_size(key) or key.startswith(_SHAPES) for key in unread):
+    if any(each.code == "PP-E104" for each in problems) or any(
+        is_size(key) or key.startswith(_SHAPES) for key in unread
+    ):
         return True
     given = config.config.model.from_ is not None
     return given and not any(source.startswith("model.from=") for source in config.provenance.values())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import math
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any

@@ -101,7 +101,9 @@ def test_who_is_asked_to_allow_another_change_reads_of_the_jump_too(other: str) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"), [((), "stays 0.0001"), (("optim.warmup_steps=70",), "ends at 0.0001")], ids=["decay", "warm-up"]
+    ("changes", "says"),
+    [((), "stays 0.0001"), (("optim.warmup_steps=70",), "ends at 0.0001")],
+    ids=["decay", "warm-up"],
 )
 def test_the_rate_that_is_told_is_the_one_of_the_command_below(changes: tuple[str, ...], says: str) -> None:
     """Typed rates are not in that command; a warm-up beyond the old end goes on behind it."""

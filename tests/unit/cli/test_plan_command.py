@@ -291,7 +291,9 @@ def test_the_page_on_migrating_shows_what_becomes_of_a_config(capsys, monkeypatc
         ("searching", "search +recipe=llama3_8b nodes=1 gpus_per_node=8 cost.device=h100", "refined ("),
     ],
 )
-def test_the_pages_show_what_is_printed_of_lost_nodes_and_of_refining(page, command, begin, monkeypatch, capsys) -> None:
+def test_the_pages_show_what_is_printed_of_lost_nodes_and_of_refining(
+    page, command, begin, monkeypatch, capsys
+) -> None:
     text = (Path(__file__).parents[3] / "docs" / f"{page}.md").read_text()
     shown = text[text.index(f"    {begin}") :].partition("\n\n")[0]
     monkeypatch.setenv("COLUMNS", "150")

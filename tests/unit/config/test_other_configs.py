@@ -288,7 +288,9 @@ def test_what_only_the_shell_knows_is_told_with_what_follows_from_it(tmp_path, c
     (tmp_path / "train.sh").write_text(script)
     _, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"))
     why = next(row["why"] for row in report["translation"] if row["typed"].startswith("--tokenizer-model"))
-    assert why.endswith("type data.tokenizer=DIR, or model.vocab_size=N to plan; until then the vocabulary is 320, of bytes")
+    assert why.endswith(
+        "type data.tokenizer=DIR, or model.vocab_size=N to plan; until then the vocabulary is 320, of bytes"
+    )
     assert report["problems"][-1]["code"] == "PP-E205"
     assert report["problems"][-1]["remedy"].splitlines()[0] == "nodes=4", "its shell may say more"
     code, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"), "model.vocab_size=1000", "nodes=4")
