@@ -33,9 +33,10 @@ SHELLS = ("bash", "zsh", "fish")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    words = f"{', '.join(SHELLS)}: print its script; words: print completions of the last WORD (for scripts)"
-    parser.add_argument("shell", choices=(*SHELLS, "words"), help=words)
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help="what was typed after ppctl")
+    parser.add_argument(
+        "shell", choices=(*SHELLS, "words"), metavar=f"{{{','.join(SHELLS)}}}", help="print the script of this shell"
+    )
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:

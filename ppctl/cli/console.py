@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -160,7 +161,24 @@ def _wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    kept = _UNIT.sub("\u00a0", line)
+    wrapped = textwrap.wrap(kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [each.replace("\u00a0", " ") for each in wrapped]
+
+
+_UNIT = re.compile(r"(?<=[0-9]) (?=(?:s|ms|µs|[KMGT]iB|tokens/s|TFLOP/s)\b)")
+"""The blank between a number and its unit, where no line breaks."""
+
+
+def number(count: int, one: str, many: str = "") -> str:
+    """`count` with a noun or verb: `one` for the singular, for the plural `many` (default: `one` with an s)."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def duration(seconds: float) -> str:
+    """A time in three digits: in s, below a tenth in ms or µs."""
+    size, unit = (1, "s") if seconds >= 0.1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    return f"{seconds * size:.3g} {unit}"
 
 
 def in_blocks(rows: Iterable[Sequence[str]], width: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ppctl.cli.console import in_blocks, width
 from ppctl.cli.pipeline_drawing import Chunk, rows_of, with_header
-from ppctl.errors import ConfigError, LayoutError, Problem
+from ppctl.errors import ConfigError, LayoutError, Problem, pasted
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
 from ppctl.layout.letters import LETTERS
 
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         return _suggest(args)
     if len(args.layout) != 1 or args.pp is None:
         message = "one layout and --pp are needed, or --suggest"
-        raise ConfigError(Problem("PP-E105", message, "ppctl layout 'Et*4|t*4L' --pp 2", "command line"))
+        words = args.typed if len(args.layout) == 1 else ("layout", "Et*4|t*4L")
+        raise ConfigError(Problem("PP-E105", message, pasted("ppctl", *words, "--pp", "2"), "command line"))
     try:
         layout = PipelineParallelLayerLayout(
             args.layout[0], args.pp, key=_KEY, num_layers=args.num_layers, mtp_num_layers=args.mtp_num_layers

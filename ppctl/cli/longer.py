@@ -9,6 +9,7 @@ from typing import Any
 from ppctl.cli.runs import program
 from ppctl.config.argv import full_name
 from ppctl.config.batch_sizes import steps_for_tokens
+from ppctl.config.keys import text_keys
 from ppctl.config.learning_rate import RatePiece, lr_at, pieces_of, warmup_steps
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
@@ -51,8 +52,11 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     jump = f"{following / last:.3g} times as high" if last else "above 0"
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
     if held := _held(before):
-        rate = _rate(_with(after, held), after.train.steps)
-        choice = f"the decay ends at step {before.train.steps:,} as before, and the rate stays {rate:.3g}"
+        # As its command has it: without typed rates.
+        told, end = _with(after, {key: before[key] for key in text_keys() if sets_rate(key)} | held), after.train.steps
+        rate = _rate(told, end)
+        how = "stays" if _rate(told, min(before.train.steps + 1, end)) == rate else "ends at"
+        choice = f"the decay ends at step {before.train.steps:,} as before, and the rate {how} {rate:.3g}"
         choices.append((choice + ("" if rate else " (nothing is learned)"), held, more))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of the longer run from its start", {}, ("--allow",)))

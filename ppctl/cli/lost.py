@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ppctl.cli.console import aligned, prose, width
-from ppctl.cli.search_text import number
+from ppctl.cli.console import aligned, number, prose, width
 from ppctl.config.argv import PLACE, SHORT
 from ppctl.config.metadata import MOST_RANKS
 from ppctl.errors import ConfigError, Problem
@@ -22,7 +21,8 @@ def numbers(option: str, text: str, example: str) -> list[int]:
     words = text.split(",")
     sound = all(word.isdecimal() and 0 < int(word) <= MOST_RANKS for word in words)
     if not sound or len({*map(int, words)}) < len(words):
-        wrong = "one number stands twice" if sound else "whole numbers with commas"
+        wrong = "one number stands twice" if sound else "takes whole numbers from 1 on, with commas between"
+        example = ",".join(dict.fromkeys(str(int(word)) for word in words)) if sound else example
         raise ConfigError(Problem("PP-E105", f"{option} {text or repr(text)}: {wrong}", f"{option} {example}", PLACE))
     return [int(word) for word in words]
 

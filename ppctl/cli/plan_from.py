@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator
 from datetime import date
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +74,16 @@ def _table(found: Translation, file: str) -> str:
     head = (
         f"{file}: {SYSTEMS[found.system]}, {len(kept)} translated, {len(rest)} left out, {len(lost)} not carried over"
     )
-    rows = [(row.shown(min(max(width() // 2 - 10, 20), 60)), answered(row)) for row in (*kept, *lost)]
+    rows = [(row.shown(_LONGEST), answered(row)) for row in (*kept, *lost)]
     rows += [("left out", f"{why}: {', '.join(names)}") for why, names in reasons.items()]
-    cells = [(visible(name, ""), visible(text[:_LONGEST], "")) for name, text in rows]
-    return "\n".join([head, aligned(folded(cells, width(), " "))])
+    most = min(max(width() // 2 - 10, 20), 60)
+    names = [textwrap.wrap(visible(name, ""), most, subsequent_indent="  ", break_on_hyphens=False) for name, _ in rows]
+    ahead = " " * max(len(line) for lines in names for line in lines)
+    table: list[tuple[str, str]] = []
+    for wrapped, (_, text) in zip(names, rows, strict=True):
+        folds = folded([(ahead, visible(text[:_LONGEST], ""))], width(), " ")
+        table += zip_longest(wrapped, [fold for _, fold in folds], fillvalue="")
+    return f"{head}\n{aligned(table)}"
 
 
 def _write_recipe(found: Translation, args: argparse.Namespace) -> str:

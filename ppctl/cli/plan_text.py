@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppctl.cli.console import aligned, folded, prose
+from ppctl.cli.console import aligned, duration, folded, number, prose
 from ppctl.cli.pipeline_drawing import Chunk, Row, rows_of, with_header
 from ppctl.config.batch_sizes import BatchSizes, last_steps
 from ppctl.config.schema import RunConfig
@@ -174,21 +174,21 @@ def times(plan: Plan) -> list[str]:
         f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tokens_per_s_per_device:,.0f} per device "
         f"({timing.tflops_per_device:.3g} TFLOP/s{share})"
     )
-    chain = ", ".join(f"{kind} {seconds:.3g} s" for kind, seconds in timing.critical if seconds)
-    after = f"; then the optimizer {timing.optimizer_s:.3g} s" if timing.optimizer_s else ""
+    chain = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in timing.critical if seconds)
+    after = f"; then the optimizer {duration(timing.optimizer_s)}" if timing.optimizer_s else ""
     return [schedule_line(plan), rates, f"critical path of a call: {chain}{after}"]
 
 
 def schedule_line(plan: Plan) -> str:
     """The schedule in one line."""
     calls = plan.gradient_accumulation_steps
-    count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
+    count = f"{calls} calls of " * (calls > 1) + number(plan.num_microbatches, "microbatch", "microbatches")
     if not plan.timing.pipeline_s:
-        return f"schedule {plan.schedule.name}: {count} microbatches; it deadlocks, and has no times"
+        return f"schedule {plan.schedule.name}: {count}; it deadlocks, and has no times"
     source = "measured in" if plan.time_calibrated else "uncalibrated for"
     return (
-        f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
-        f"step about {plan.step_time_s:.3g} s, {source} {plan.timing.priced_by}"
+        f"schedule {plan.schedule.name}: {count}, bubble {plan.bubble_fraction:.1%}, "
+        f"step about {duration(plan.step_time_s)}, {source} {plan.timing.priced_by}"
         + f"; {len(plan.schedule.pairs)} pairs, whose exchanges of experts hide behind what the other half computes"
         * bool(plan.schedule.pairs)
     )

@@ -17,7 +17,7 @@ from ppctl.cli.runs import RUNS, add_run_arguments, named_run, program, short_pa
 from ppctl.config.argv import PLACE
 from ppctl.config.checks import within_limits
 from ppctl.config.compose import Composed, RefusedError, override
-from ppctl.config.keys import keys_with
+from ppctl.config.keys import keys_with, value_text
 from ppctl.config.mapping import to_values
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.quantities import steps_of
@@ -83,8 +83,8 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     for line in (*composed.notes, f"going on with {run.path} from {checkpoint.name}"):
         note(f"note: {line}")
     for key, (old, new) in changes.items():
-        note(f"  {key}: {old} -> {new}")
-    if not same:
+        note(f"  {key}: {value_text(old)} -> {value_text(new)}")
+    if not same or "train.steps" in changes:
         note(f"  learning rate: {rates_text(before, composed.config, done)}")
     command = pasted("resume", str(run.path))
     config, plan, data = local_run.adapt_to_machine(composed.config, plan, args.line.overrides, started, command)
@@ -109,7 +109,7 @@ def _displaced(changes: Mapping[str, list[Any]]) -> list[Problem]:
     """One problem for each change of where the run is: a run stays in its directory."""
     moved = [key for key in ("log.name", "log.dir") if key in changes]
     why = "and a resumed run keeps its directory; leave it out"
-    return [Problem("PP-E617", f"{key} was {changes[key][0]}, {why}", place=key) for key in moved]
+    return [Problem("PP-E617", f"{key} was {value_text(changes[key][0])}, {why}", place=key) for key in moved]
 
 
 def _forbidden(changes: Mapping[str, list[Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
@@ -120,8 +120,9 @@ def _forbidden(changes: Mapping[str, list[Any]], before: RunConfig, args: argpar
         reasons[_MICRO_BATCH] = f"{effect}, and "
     allowed, problems = pasted("ppctl", "resume", *_typed(args), "--allow"), []
     for key, reason in reasons.items():
-        message = f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other"
-        problems.append(Problem("PP-E617", f"{message} mathematics", allowed, f"{key} (command line)"))
+        old, new = map(value_text, changes[key])
+        message = f"{key} was {old} and would be {new}: {reason}the run would go on with other mathematics"
+        problems.append(Problem("PP-E617", message, allowed, f"{key} (command line)"))
     return problems
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ppctl.cli.comparison import comparison, comparison_page, comparison_text, labels
 from ppctl.cli.console import UNFOLDED, aligned, fits, folded, note, width
 from ppctl.cli.jobs import state_of
-from ppctl.cli.runs import STARTED, add_run_arguments, facts, named_run, short_path
+from ppctl.cli.runs import RUNS, STARTED, add_run_arguments, facts, named_run, short_path
 from ppctl.cli.timeline import obstacle
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.files import read_whole, write_atomically
@@ -114,8 +114,12 @@ def _shown(one: dict[str, Any]) -> str:
 def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     if len(runs) < 2:
         message = f"two or more runs are compared, and {len(runs)} {'is' if runs else 'are'} named"
-        ways = ["ppctl runs compare '*'", *(f"ppctl runs show {pasted(run.id)}" for run in runs)]
-        raise ConfigError(Problem("PP-E105", message, "\n".join(ways)))
+        every, where = list_runs(args.dir), ["--dir", str(args.dir)] * (args.dir != RUNS)
+        ways = [["compare", "*"]] if len(every) > 1 and "*" not in args.typed else []
+        ways += [["show", run.id] for run in runs or every[:1]]
+        raise ConfigError(
+            Problem("PP-E105", message, "\n".join(pasted("ppctl", "runs", *way, *where) for way in ways or [[]]))
+        )
     if args.html is not None and (reason := obstacle(args.html)):
         message = f"the page cannot be written to {args.html}: {reason}"
         raise ConfigError(Problem("PP-E129", message, "--html runs.html", "command line"))

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any
 
 from ppctl.cli import search_text
-from ppctl.cli.console import console, note, width
+from ppctl.cli.console import console, note, number, width
 from ppctl.cli.lost import numbers
 from ppctl.cli.main import INTERRUPTED
 from ppctl.cli.recipes import lines_of
@@ -268,9 +268,9 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
     space, counts = search.space, search.counts
     if not counts.memory and not search.over:
         return ConfigError(contradictions(space))
-    gpus = search_text.number(space.world, "GPU")
-    message = f"none of {search_text.number(counts.total, 'configuration')} fits {gpus} of {space.values[LIMIT]}"
-    message += f"; {search_text.number(counts.rules, 'is', 'are')} against a rule" * bool(counts.rules)
+    gpus = number(space.world, "GPU")
+    message = f"none of {number(counts.total, 'configuration')} fits {gpus} of {space.values[LIMIT]}"
+    message += f"; {number(counts.rules, 'is', 'are')} against a rule" * bool(counts.rules)
     tried, found = _larger(args, search)
     message += f"; nothing fits {', '.join(map(str, sorted(tried)))} nodes either" * bool(tried)
     remedy = ""
@@ -327,7 +327,7 @@ def recipe(search: Search) -> str:
     """The fastest configuration as a recipe: every value that is not the default, with its source."""
     space, first = search.space, search.found[0]
     values, found = space.values_of(first.configuration), {full_name(key) for key in space.words(first.configuration)}
-    gpus, rate = search_text.number(space.world, "GPU"), f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned"
+    gpus, rate = number(space.world, "GPU"), f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned"
     lines = [f"# Found by ppctl search: {search_text.sizes(first.configuration)} on {gpus}, {rate}."]
     lines.append(f"# {search_text.counts(search)}")
     kept, sources = dict[str, Any](), dict[str, str]()

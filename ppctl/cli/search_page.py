@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from html import escape
 from math import log10
 
-from ppctl.cli.search_text import counts, number, sizes
+from ppctl.cli.console import number
+from ppctl.cli.search_text import counts, sizes
 from ppctl.plan.memory_limit import GIB
 from ppctl.search.branch import Search
 

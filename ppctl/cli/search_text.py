@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppctl.cli.console import aligned, fits, folded, prose
+from ppctl.cli.console import aligned, fits, folded, number, prose
 from ppctl.cli.plan_text import room
 from ppctl.config.argv import SHORT, retyped
 from ppctl.plan.memory_limit import GIB, amount
@@ -35,11 +35,6 @@ def text(
     return "\n\n".join(blocks)
 
 
-def number(count: int, one: str, many: str = "") -> str:
-    """`count` with a noun or verb: `one` for the singular, for the plural `many` (default: `one` with an s)."""
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
-
-
 def counts(search: Search) -> str:
     """How many configurations were ruled out, skipped and planned, and what that proves."""
     numbers = search.counts
@@ -58,7 +53,7 @@ def table(listed: Sequence[AnswerRow], columns: int) -> str:
     """A row for each configuration; on a narrow screen the configuration stands below its figures."""
     head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by"]
     body, ways = [head], [["configuration"]]
-    for number, row in enumerate(listed, 1):
+    for place, row in enumerate(listed, 1):
         plan = row.planned.plan
         mfu = "" if plan.timing.mfu is None else f"{plan.timing.mfu:.1%}"
         figures = [
@@ -67,7 +62,7 @@ def table(listed: Sequence[AnswerRow], columns: int) -> str:
             f"{plan.bubble_fraction:.1%}",
             f"{plan.peak_bytes / GIB.size:.1f}",
         ]
-        body.append([str(number), *figures, room(plan), row.limit])
+        body.append([str(place), *figures, room(plan), row.limit])
         alike = (f"or cp{of.cp} mbs{of.micro_batch_size}" for of in row.alike)
         ways.append([sizes(row.planned.configuration), *alike])
     blank = [""] * len(head)
@@ -101,9 +96,9 @@ def order(listed: Sequence[AnswerRow], firsts: Mapping[tuple[str, ...], int], *,
         note = f"no other division of the ranks {f'is within {BAND:.1%}' if compared else 'was planned yet'}"
     elif not compared:
         note += "; interrupted before all others were planned"
-    for number in sorted({*firsts.values()} - {0}):
-        named = [" and ".join(slower) for slower, first in firsts.items() if first == number]
-        note += f"; priced again with {', or with '.join(named)} a tenth slower, number {number + 1} is first"
+    for place in sorted({*firsts.values()} - {0}):
+        named = [" and ".join(slower) for slower, first in firsts.items() if first == place]
+        note += f"; priced again with {', or with '.join(named)} a tenth slower, number {place + 1} is first"
     stays = "; priced again with links, memory or products or two of them a tenth slower, the first stays"
     return note + stays * (bool(firsts) and not any(firsts.values()))
 
@@ -129,8 +124,8 @@ def _error(share: float) -> str:
 def so_far(search: Search) -> str:
     """The best so far in one line."""
     done = search.counts
-    seen = number(done.total, "configuration") + " seen" * (not search.counted)
-    note = f"{done.total - done.undecided:,} of {seen} decided on "
+    seen = number(done.total, "configuration") + " seen so far" * (not search.counted)
+    note = f"of {seen}, {number(done.total - done.undecided, 'is', 'are')} decided on "
     note += f"{number(search.space.world, 'GPU')}, {done.planned:,} planned"
     if not search.found:
         return note + "; none fits yet" * bool(done.planned)

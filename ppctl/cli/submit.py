@@ -33,7 +33,7 @@ from ppctl.launch.trackers import unusable
 from ppctl.plan import Plan
 from ppctl.plan.memory_limit import amount
 from ppctl.runs.finding import find_run
-from ppctl.runs.rundir import RunDir, printable
+from ppctl.runs.rundir import RunDir, new_id, printable
 
 KUBERNETES = "kubernetes"
 _WATCHED = 3.0
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _submit_to_cluster(launch: Launch, args: argparse.Namespace) -> int:
     """Submit one run, or print its objects. If the cluster refuses, no directory is left."""
     if args.dry_run:
-        job = KubernetesJob(launch, "id", code_of(launch.config))
+        job = KubernetesJob(launch, new_id(), code_of(launch.config))
         sys.stdout.write(as_yaml(objects(job, secrets.token_hex(32))))
         return 0
     run = new_run(launch, Started("person"))

@@ -52,11 +52,11 @@ class Arguments:
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
     """Sort and rewrite the words after a command's name; `own` maps its own flags to whether they take a value."""
-    sorter = _Sorter(tokens, own or {})
+    sorter = _Sorter(tokens, own or {}, command)
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
-    sorter.merge_translated_flags(command)
-    sorter.take_lists(command)
+    sorter.merge_translated_flags()
+    sorter.take_lists()
     sorter.arguments.overrides = [f"{key}={value}" for key, (value, _) in sorter.values.items()]
     return sorter.arguments
 
@@ -64,10 +64,11 @@ def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, comm
 class _Sorter:
     """The state of one pass over a command line."""
 
-    def __init__(self, tokens: Sequence[str], own: Mapping[str, bool]) -> None:
+    def __init__(self, tokens: Sequence[str], own: Mapping[str, bool], command: str) -> None:
         self.queue = list(tokens)
         self.tokens = tokens
         self.own = own
+        self.command = command
         self.arguments = Arguments()
         self.values: dict[str, tuple[str, str]] = {}
         """Key -> its quoted value, and the word as it was typed."""
@@ -122,7 +123,7 @@ class _Sorter:
 
     def _untaken_flag(self, flag: str, value: str) -> None:
         batch = self._global_batch()
-        self.arguments.problems.append(flag_problem(flag, value, self.own, batch))
+        self.arguments.problems.append(flag_problem(flag, value, self.own, batch, self.command))
         known = translated(flag, value, batch)
         if known is not None:
             self.translated.append((known, self.arguments.problems[-1]))
@@ -136,14 +137,14 @@ class _Sorter:
         names = {_BATCH, *(name for name, key in names_of_keys("names").items() if key == _BATCH)}
         return next((next(words, "") for word in words if word in names), "")
 
-    def merge_translated_flags(self, command: str) -> None:
+    def merge_translated_flags(self) -> None:
         """Replace the problems of several Megatron flags by one, whose remedy is a whole command line."""
         if len(self.translated) > 1:
             single = [problem for _, problem in self.translated]
             flags = [known for known, _ in self.translated]
             given = {key: value for key, (value, _) in self.values.items()}
             given |= dict(pair for known in flags for pair in known.pairs)
-            merged = flags_problem(flags, " ".join(["ppctl", command, *self.line]), given)
+            merged = flags_problem(flags, " ".join(["ppctl", self.command, *self.line]), given)
             self.arguments.problems = [merged, *(one for one in self.arguments.problems if one not in single)]
 
     def _positional(self, token: str) -> None:
@@ -182,20 +183,20 @@ class _Sorter:
             self.arguments.sources[key] = f"{PLACE}, replacing {earlier[1]}"
         self.values[key] = quoted, typed
 
-    def take_lists(self, command: str) -> None:
+    def take_lists(self) -> None:
         """Keep lists of values apart with -m, for a command that trains several runs; else they are a problem."""
         typed, several = [word for _, word, *_ in self.lists.values()], "-m" in self.own
         if several and self.multirun and typed:
             self.arguments.lists = {key: value for key, (value, *_) in self.lists.items()}
         elif several and typed:
             message = f"{', '.join(typed)} lists several values, each for a run of its own: -m asks for these"
-            remedy = pasted("ppctl", command, "-m", *self.tokens)
+            remedy = pasted("ppctl", self.command, "-m", *self.tokens)
             self.arguments.problems.append(Problem("PP-E106", message, remedy, PLACE))
         elif typed or self.multirun:
-            line = " ".join(["ppctl", command, *self.line])
+            line = " ".join(["ppctl", self.command, *self.line])
             for *_, variable, values in reversed(self.lists.values()):
                 line = f"for {variable} in {pasted(*values)}; do {line}; done"
-            message = f"ppctl {command} takes one config, and {', '.join(typed)} lists several values"
+            message = f"ppctl {self.command} takes one config, and {', '.join(typed)} lists several values"
             message = message if typed else "-m asks for several runs, and no key lists several values"
             self.arguments.problems.append(Problem("PP-E106", message, line, PLACE))
 

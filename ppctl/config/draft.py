@@ -235,7 +235,7 @@ def split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str,
             values.append((key, value))
         elif option in options[key] or (key == "recipe" and find_recipe(option) is not None):
             choices[key] = option
-        elif option not in ("", "null"):
+        elif option != "null":
             arguments.problems.append(no_such_option(key, option, options[key]))
     return choices, values
 
@@ -267,6 +267,10 @@ def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arg
         draft.typed.add(known)
 
 
+_SWITCHED = {**dict.fromkeys(("yes", "on", "y", "1"), (True,)), **dict.fromkeys(("no", "off", "n", "0"), (False,))}
+"""Other words for true and false -> the value meant."""
+
+
 def with_remedy(problem: Problem, draft: Draft) -> Problem:
     """`problem`, with the value that stood before (or the default) as its remedy if it has none."""
     key = problem.place.partition(" (")[0]
@@ -275,6 +279,9 @@ def with_remedy(problem: Problem, draft: Draft) -> Problem:
     before = draft.covered.get(key, text_keys()[key].default)
     # The defaults of these keys cannot be typed.
     explained = key in ("published", "pipeline.pp_batch_size")
+    if text_keys()[key].is_switch and problem.code == "PP-E102":
+        meant = _SWITCHED.get(str(draft.values[key]).lower(), (True, False))
+        return replace(problem, remedy="\n".join(as_typed(key, each) for each in meant))
     return replace(problem, remedy=f"ppctl explain {key}" if explained else as_typed(key, before))
 
 

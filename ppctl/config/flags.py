@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ppctl.config import name_tables
-from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, text_keys, value_text
+from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, nearest, text_keys, value_text
 from ppctl.config.metadata import LATER, NEEDS
 from ppctl.config.name_tables import MEGATRON, NameTables, tables
 from ppctl.errors import Problem, pasted
@@ -187,12 +187,17 @@ def _other_defaults(given: Mapping[str, str]) -> list[str]:
     return ["", "not given, and Megatron's default differs from ours:", *table, "for Megatron's:", f"  {paste}"]
 
 
-def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str = "") -> Problem:
-    """The problem of a flag that ppctl does not accept; `value` is its typed value."""
+def flag_problem(
+    flag: str, value: str = "", own: Iterable[str] = (), batch: str = "", command: str = "plan"
+) -> Problem:
+    """The problem of a flag that ppctl does not accept; `value` is its typed value, `own` are flags of `command`."""
     place = "command line"
     if flag == "--from":
         message = "--from is a flag of ppctl plan, whose --write makes a recipe that every command takes"
         return Problem("PP-E107", message, f"ppctl plan --from {pasted(value or 'FILE')} --write my.yaml", place)
+    if flag == "--resume":
+        message = "--resume is a flag of ppctl node; a run goes on with ppctl resume"
+        return Problem("PP-E107", message, f"ppctl resume{value and ' '}{pasted(value)}", place)
     if key := TAKEN.get(flag):
         remedy = f"ppctl explain {key.name}" if key.is_list else f"{flag} {value_text(key.default)}"
         return Problem("PP-E107", f"{flag} needs a value", remedy, place)
@@ -201,8 +206,13 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str
         fixed = " ".join(tables(MEGATRON).entries[name_tables.SAME].values()).split()
         names = [*names_of_keys("names"), *names_of_keys("known_as"), *fixed]
         names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
-        known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]
-        return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
+        close = nearest(flag, [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))])
+        remedy, taken = f"ppctl {command} --help", {*own, *TAKEN}
+        if close and close[0] in taken:  # what this command does not take is no use then
+            close, remedy = [name for name in close if name in taken], pasted(close[0], *filter(None, [value]))
+        elif close and (meant := translated(close[0], value)):
+            remedy = meant.override or remedy
+        return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, close)}", remedy, place)
     why, remedy = known_flag.why, known_flag.override
     message = f"{flag} is no flag of ppctl; {why or 'the setting is a key'}"
     if known_flag.code == "PP-E108":

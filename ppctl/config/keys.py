@@ -218,7 +218,7 @@ def docstring(key: Key) -> str:
 
 def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:
     """A key, its value and its source, as problems show them."""
-    return f"{name} = {visible(str(value), '')} ({provenance.get(name, 'default')})"
+    return f"{name} = {visible(value_text(value), '')} ({provenance.get(name, 'default')})"
 
 
 def as_typed(name: str, value: Any) -> str:

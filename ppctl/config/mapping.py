@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import keys, mapping_with, members, names_of_keys, nearest, sections, text_keys, type_text
+from ppctl.config.keys import (
+    keys,
+    mapping_with,
+    members,
+    names_of_keys,
+    nearest,
+    sections,
+    text_keys,
+    type_text,
+    value_text,
+)
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -145,7 +155,7 @@ def _as_one_of(kind: Any, value: Any) -> Any:
             return _as(member, value)
         except (ValueError, TypeError, OverflowError):
             continue
-    raise ValueError(f"takes {type_text(kind)}, not {value!r}")
+    raise ValueError(f"takes {type_text(kind)}, not {repr(value) if isinstance(value, str) else value_text(value)}")
 
 
 def _fields_of_config_json(value: Any) -> Any:

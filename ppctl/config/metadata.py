@@ -67,7 +67,8 @@ class Bounds:
     @property
     def words(self) -> str:
         """The limit in words, such as `greater than 0, at most 4096`."""
-        return f"{'0 or more' if self.zero else 'greater than 0'}, {'below' if self.below else 'at most'} {self.most}"
+        most = self.most if self.most < LARGEST else f"{self.most:.2g}"
+        return f"{'0 or more' if self.zero else 'greater than 0'}, {'below' if self.below else 'at most'} {most}"
 
 
 @dataclass(frozen=True, slots=True)

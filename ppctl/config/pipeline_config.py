@@ -36,7 +36,8 @@ class PipelineConfig:
     pp_schedule: str | None = key("1f1b", names="pp_schedule", known_as="pipeline_parallel_schedule")
     """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe; with backwards split into input gradients and
     weight gradients zb_h1, zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min, dualpipev, and auto: the one
-    that is found for the stages' costs and the memory (`schedule_memory`)."""
+    that is found for the stages' costs and the memory (`schedule_memory`). Not given, with vpp above 1:
+    interleaved_1f1b."""
     pp_schedule_csv: str | None = key(
         None, names="pp_schedule_csv", known_as="pipeline_parallel_schedule_csv", verbatim=True
     )

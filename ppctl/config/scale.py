@@ -90,7 +90,7 @@ def steps_in_words(config: RunConfig, provenance: Mapping[str, str]) -> Iterator
         return
     layers = model.num_layers + (model.mtp_num_layers or 0)
     microbatches = train.global_batch_size // train.micro_batch_size
-    text = f"{train.steps} steps of {layers} layers x {microbatches} microbatches"
+    text = f"{train.steps} steps of {layers} layers x {microbatches} microbatch{'es' * (microbatches != 1)}"
     if train.steps < STEPS:
         text += f": at most {WORK:,} of these in all, which take about two minutes; steps={STEPS} overrides it"
     yield text

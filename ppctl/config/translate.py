@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ppctl.config.argv import LAYOUT, PLACE, Arguments, quote, unquoted
 from ppctl.config.flags import TAKEN, TranslatedFlag, defaults_left, takes_several, translated, valueless
-from ppctl.config.keys import keys, keys_with, names_of_keys, text_keys, value_text
+from ppctl.config.keys import keys, keys_with, mapping_with, names_of_keys, text_keys, value_text
 from ppctl.config.metadata import OneOf
 from ppctl.config.name_tables import (
     AUTOMODEL,
@@ -42,6 +42,8 @@ _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=([^\s()]*|\"[^\"\n]*\")\s*(?:#.
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::?-([^}]*))?\}?")
 _NO_VALUE = re.compile(r"[();|&]+|\w+\+?=.*|\$\{?\w+\[.*", re.DOTALL)
 """Words of a shell script that end a flag's values."""
+_OF_A_RECIPE = re.compile(r"(defaults|published)(\.|$)")
+"""Names that recipes of ppctl have beside keys."""
 
 
 class FileSetting(NamedTuple):
@@ -111,7 +113,8 @@ def _recognised(text: str, names: list[str]) -> str | None:
         return MEGATRON if _FLAG.search(text) else None
     scores = {system: len(sections & tables(system).sections) for system in (TORCHTITAN, AUTOMODEL, BRIDGE)}
     best = max(scores, key=lambda system: scores[system])
-    return best if scores[best] and not all(name in keys() for name in names) else None
+    own = all(name in keys() or mapping_with(name) or _OF_A_RECIPE.match(name) for name in names)
+    return None if own or not scores[best] else best
 
 
 def _leaves(tree: Mapping[Any, Any], path: str, lines: Mapping[str, int], prefix: str = "") -> Iterator[FileSetting]:
@@ -167,6 +170,7 @@ def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
     return _VARIABLE.sub(value, word)
 
 
+_ROWS, _BYTES = "model.vocab_size", text_keys()["model.vocab_size"].default
 _BATCH, _MICRO = "train.global_batch_size", "train.micro_batch_size"
 _SP, _TP = "parallel.sequence_parallel", "parallel.tensor_model_parallel_size"
 _EVALUATES, _ITS_DATA = ("train.eval_interval", "train.eval_steps"), {"data.validation_path", "data.validation_split"}
@@ -273,7 +277,9 @@ def of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
 
 def _takes(name: str, text: str) -> bool:
     key = text_keys()[name]
-    return text.lower() in ("true", "false") if key.is_switch else not isinstance(key.limit, OneOf) or key.allows(text)
+    if key.is_switch:
+        return text.lower() in ("true", "false")
+    return not isinstance(key.limit, OneOf) or key.allows(None if text == "null" else text)
 
 
 def _bridges_model(given: Given) -> Iterator[Said]:
@@ -307,10 +313,10 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
         values = setting.value if isinstance(setting.value, list) else [setting.value]
         row = _of_flag(setting.name.replace("_", "-"), values, batch) or _UNKNOWN
         unread = [key for key, text in row.pairs if "$" in text]
-        if unread and all(key in typed for key in unread):
+        if unread and all(key in typed or (key == "data.tokenizer" and _ROWS in typed) for key in unread):
             row = TranslatedFlag("", why="the command line says it", code=NOTHING)
         elif unread:
-            row = TranslatedFlag("", why=f"the shell knows it: type {unread[0]}=...")
+            row = _of_the_shell(unread[0], vocabulary=typed.get(_ROWS, said.get(_ROWS)))
         elif row.pairs == [(_SP, "true")] and typed.get(_TP, given.get("--tensor-model-parallel-size", "1")) == "1":
             row = TranslatedFlag("", why="Megatron switches it off, too, where tp is 1", code=NOTHING)
         said |= dict(row.pairs)
@@ -322,6 +328,14 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
     for key, theirs in defaults_left(said):
         if not (given.names_model and key.startswith("model.")):
             yield TranslatedFlag(f"{key} (not given)", pasted(f"{key}={theirs}"), "Megatron's default", place=path)
+
+
+def _of_the_shell(key: str, vocabulary: str | None) -> TranslatedFlag:
+    """The answer to a value that stands in a shell variable; a tokenizer gives the plan its vocabulary."""
+    why = f"only the shell that runs the script knows this value: type {key}=..."
+    if key == "data.tokenizer" and vocabulary is None:
+        why = why.replace("...", f"DIR, or {_ROWS}=N to plan; until then the vocabulary is {_BYTES}, of bytes")
+    return TranslatedFlag("", why=why)
 
 
 def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:

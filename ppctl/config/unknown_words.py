@@ -30,7 +30,7 @@ def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
         ways = [*(pasted(f"+recipe={twin}") for twin in twins), f"ppctl recipes copy quickstart {pasted(option)}"]
         return Problem("PP-E104", f"there is no recipe file {option}", "\n".join(ways), PLACE)
     close = nearest(option, options)
-    message = f"there is no {group} {option}{did_you_mean(option, options)}"
+    message = f"there is no {group} {option or repr(option)}{did_you_mean(option, options)}"
     if not close:
         message += f"; there {'are' if len(options) > 1 else 'is'} {', '.join(options)}"
     usual = "ppctl recipes" if group == "recipe" else f"{group}={options[0]}"

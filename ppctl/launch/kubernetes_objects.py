@@ -87,7 +87,7 @@ def lacking(config: RunConfig) -> Iterator[Problem]:
     for name, example in (("image", "registry.example.com/ppctl:1"), ("claim", "runs")):
         if getattr(config.launch.kubernetes, name) is None:
             key = f"launch.kubernetes.{name}"
-            yield Problem("PP-E662", f"pods need {key}", f"{key}={example}", f"{key} = None")
+            yield Problem("PP-E662", f"pods need {key}", f"{key}={example}", f"{key} = null")
 
 
 def objects(job: KubernetesJob, secret: str) -> list[dict[str, Any]]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Timer
 from typing import Any
 
-from ppctl.config.argv import Arguments, retyped, typed_again
+from ppctl.config.argv import Arguments, full_name, retyped, typed_again
 from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
+from ppctl.plan.memory_limit import LIMIT
 from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
@@ -28,7 +30,20 @@ def planned(
     if problems and hides_model(config, problems):
         return config, None, list(dict.fromkeys(problems))
     plan, problems = plan_of(config, problems)
+    problems = [_with_search(problem, config.config, overrides) for problem in problems]
     return config, plan, [problem for problem in problems if not _follows(problem, problems)]
+
+
+def _with_search(problem: Problem, config: RunConfig, typed: Sequence[str] | Arguments) -> Problem:
+    """`problem`; a search for other sizes comes before a larger device, where that is its only remedy."""
+    alone = problem.code == MEMORY and problem.remedy.startswith(f"{LIMIT}=")
+    if not (alone and isinstance(typed, Arguments) and config.launch.nodes and config.launch.gpus_per_node):
+        return problem
+    from ppctl.search.space import GROUPS  # imports the search, rarely needed
+
+    sizes = {full_name(key) for group in GROUPS.values() for key in group} | {*keys_with("layout"), "scale"}
+    words = [each for each in typed.overrides if each.partition("=")[0] not in sizes]
+    return replace(problem, remedy=f"{typed_again('search', words)}\n{problem.remedy}")
 
 
 def _follows(problem: Problem, problems: Sequence[Problem]) -> bool:
@@ -52,10 +67,15 @@ def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False
         return error.composed, list(error.problems)
 
 
+_SHAPES = ("model.", "parallel.")
+
+
 def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
-    """Whether further problems would mislead, because the recipe, the model's directory or a size is missing."""
+    """Whether further problems would mislead: the recipe, the model's directory or one of its values is missing."""
     unread = {each.place.partition(" ")[0] for each in problems if each.code == "PP-E102"} & text_keys().keys()
-    if any(each.code == "PP-E104" for each in problems) or any(map(is_size, unread)):
+    if any(each.code == "PP-E104" for each in problems) or any(
+        is_size(key) or key.startswith(_SHAPES) for key in unread
+    ):
         return True
     given = config.config.model.from_ is not None
     return given and not any(source.startswith("model.from=") for source in config.provenance.values())

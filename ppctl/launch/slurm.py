@@ -78,7 +78,7 @@ def sbatch(script: Path) -> tuple[str, str]:
     """Submit a script; returns (job number, cluster or ""). Raises ConfigError (PP-E621) with SLURM's message."""
     done = _run("sbatch", "--parsable", str(script), cwd=script.parent)
     if done.returncode != 0:
-        words = " ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines() if line.strip())
+        words = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines() if line.strip())
         raise ConfigError(Problem("PP-E621", f"SLURM refused the job: {words}", "sinfo", "sbatch"))
     number, _, cluster = done.stdout.strip().splitlines()[-1].partition(";")
     return number, cluster

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
 
+from ppctl.config.argv import PLACE
 from ppctl.config.checks import beyond_limits
 from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
 from ppctl.host.devices import machines
@@ -176,17 +177,21 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
 
 def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
     """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world (first,
-    if nothing sets the world's size)."""
-    open_world = not (values["nodes"] or values["gpus_per_node"] or values["dp"])
-    if open_world:
-        yield {"dp": -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])}
+    if nothing sets the world's size, or a file has it together with ep: a script's number of nodes is often a default
+    that its shell replaces)."""
+    dp = -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])
+    world, gpus = dp * prod(values[axis] for axis in AXES), values["gpus_per_node"]
+    if not (values["nodes"] or gpus or values["dp"]):
+        yield {"dp": dp}
+    more_nodes: list[Overrides] = []
+    if values["nodes"] and gpus and values["dp"] is None and world % gpus == 0:
+        more_nodes.append({"nodes": world // gpus})
+    if not any(values.source(name).startswith(PLACE) for name in ("ep", "nodes")):
+        yield from more_nodes
     for size in nearest_divisors(dense, ep):
         yield {"ep": size}
     yield {"ep": 1, "etp": 1}
-    dp = -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])
-    world = dp * prod(values[axis] for axis in AXES)
-    if values["nodes"] and values["gpus_per_node"] and values["dp"] is None and world % values["gpus_per_node"] == 0:
-        yield {"nodes": world // values["gpus_per_node"]}
+    yield from more_nodes
     yield {"dp": dp, "nodes": None, "gpus_per_node": None}
 
 

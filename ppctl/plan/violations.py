@@ -16,7 +16,7 @@ from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
 from ppctl.config.batch_sizes import MICRO_BATCH, STEPS, run_length
-from ppctl.config.keys import as_typed, keys_with
+from ppctl.config.keys import as_typed, keys_with, value_text
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 
@@ -48,7 +48,7 @@ class ConfigValues:
     def cite(self, *keys: str) -> str:
         """One line per key that has a value: name, value and source."""
         shown = [key for key in keys if self[key] is not None]
-        return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in shown)
+        return "\n".join(f"{ALIASES.get(key, key)} = {value_text(self[key])} ({self.source(key)})" for key in shown)
 
     def overridden(self, overrides: Overrides) -> ConfigValues:
         """The values with `overrides` at the end of the command line. As in composing, typed sizes set a layout aside

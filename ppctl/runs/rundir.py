@@ -377,10 +377,15 @@ def _digest(plan: Path) -> str:
     return hashlib.sha256(read_whole(plan, _MOST_OF_A_PLAN, follow=False)).hexdigest()
 
 
+def new_id() -> str:
+    """The id of a run that begins now: the time, and a random suffix."""
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+
+
 def _rename_to_free(draft: Path, home: Path, run_id: str | None) -> Path:
     """Rename `draft` to the first free name; returns the path. Renaming onto non-empty directories fails."""
     for attempt in range(1, 1000):
-        name = run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        name = run_id or new_id()
         path = home / (f"{name}-{attempt}" if run_id and attempt > 1 else name)
         try:
             draft.rename(path)

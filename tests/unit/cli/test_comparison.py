@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,14 @@ def test_the_table_and_the_curves_fit_and_have_one_scale(
 def test_a_models_description_is_no_difference_between_runs() -> None:
     configs = [{"model.from": name, "model.transformers": f'{{"config": "{name}"}}'} for name in ("a", "b")]
     assert differing(configs) == {"model.from": ["a", "b"]} and labels(configs) == ["from=a", "from=b"]
+
+
+def test_no_command_is_offered_that_has_just_failed(runs: list[RunDir], capsys: pytest.CaptureFixture[str]) -> None:
+    for run in runs[1:]:
+        shutil.rmtree(run.path)
+    for typed in (["*"], [], [runs[0].id]):
+        assert main(["runs", "compare", *typed]) == 2
+        assert capsys.readouterr().err.endswith(f"  try: ppctl runs show {runs[0].id}\n")
 
 
 @pytest.mark.parametrize(

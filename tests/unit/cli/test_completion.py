@@ -170,3 +170,8 @@ def test_a_script_is_printed_whole(shell: str, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert printed == (Path(ppctl.__file__).parent / "cli" / f"completion.{shell}").read_text()
     assert "completion words -- " in printed
+
+
+def test_what_scripts_ask_for_is_not_shown_to_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "--help"]) == 0
+    assert "{bash,zsh,fish}" in (out := capsys.readouterr().out) and "WORD" not in out

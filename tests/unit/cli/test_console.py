@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ppctl.cli.console import print_problems
+from ppctl.cli.console import duration, print_problems, prose
 from ppctl.cli.main import main
 from ppctl.errors import Problem
 
@@ -37,3 +37,16 @@ def test_a_message_is_folded_between_words_and_its_remedy_is_not(monkeypatch):
 @pytest.mark.parametrize("command", ["--help", "recipes"])
 def test_lists_of_names_fit_a_narrow_terminal(command, monkeypatch):
     assert max(map(len, shown(monkeypatch, lambda: main([command])))) <= 72
+
+
+def test_a_time_has_three_digits_and_no_line_ends_before_a_unit() -> None:
+    assert [duration(each) for each in (12.345, 0.1, 0.0228, 8.58e-5, 0.0)] == [
+        "12.3 s",
+        "0.1 s",
+        "22.8 ms",
+        "85.8 µs",
+        "0 µs",
+    ]
+    text = prose(["forward 41.7 ms, backward 86.8 ms; 20.5 GiB of 80 GiB, 12 TFLOP/s, 3 steps"], 12)
+    assert not [line for line in text.splitlines() if line.split()[0].strip(",;") in ("ms", "GiB", "TFLOP/s")]
+    assert "\u00a0" not in text and "41.7 ms," in text

@@ -107,6 +107,7 @@ def test_it_suggests_the_fastest_layout_of_a_config(capsys):
         (["--suggest", "foo"], "foo is not an override"),
         (["--suggest", "modle.num_layers=3"], "modle"),
         (["Et*4|t*4L"], "--suggest"),
+        (["Et*3|t*5L"], "try: ppctl layout 'Et*3|t*5L' --pp 2\n"),
         (["--pp", "2"], "--suggest"),
     ],
 )

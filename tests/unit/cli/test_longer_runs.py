@@ -101,6 +101,21 @@ def test_who_is_asked_to_allow_another_change_reads_of_the_jump_too(other: str) 
 
 
 @pytest.mark.parametrize(
+    ("changes", "says"),
+    [((), "stays 0.0001"), (("optim.warmup_steps=70",), "ends at 0.0001")],
+    ids=["decay", "warm-up"],
+)
+def test_the_rate_that_is_told_is_the_one_of_the_command_below(changes: tuple[str, ...], says: str) -> None:
+    """Typed rates are not in that command; a warm-up beyond the old end goes on behind it."""
+    run = run_of("lr=3e-3", "optim.min_lr=1e-4", "optim.warmup_steps=0", *changes)
+    with pytest.raises(ConfigError) as caught:
+        resumed(run, "steps=80", "lr=9e-3", "optim.min_lr=3e-3")
+    jump = caught.value.problems[-1]
+    assert f"as before, and the rate {says};" in jump.message
+    assert rate(resumed(run, *arguments(jump.remedy.splitlines()[0])), 80) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
     ("changes", "done", "typed"),
     [
         (["optim.lr_decay_style=constant"], 60, ["steps=200"]),
@@ -138,7 +153,12 @@ def test_the_rates_are_told_before_they_change(capsys: pytest.CaptureFixture[str
     peak = "0.000565 in step 30, 0.00062 in step 31, 0.001 in step 50, 0.000113 in step 120\n"
     assert peak in capsys.readouterr().err
     resumed(run, "optim.lr_decay_steps=60")
-    assert "learning rate" not in capsys.readouterr().err, "it is what it was"
+    err = capsys.readouterr().err
+    assert "learning rate" not in err, "it is what it was"
+    assert "  optim.lr_decay_steps: null -> 60\n" in err
+    resumed(run, "steps=120", "optim.lr_decay_steps=60")
+    held = "  learning rate: 0.000565 in step 30, 0.00055 in step 31, 0.0001 in step 120\n"
+    assert held in capsys.readouterr().err, "another number of steps"
 
 
 @pytest.mark.parametrize("key", ["lr=1e-3", "optim.min_lr=1e-5", "optim.lr_decay_steps=70", "optim.warmup_steps=3"])

@@ -283,6 +283,25 @@ def test_the_page_on_migrating_shows_what_becomes_of_a_config(capsys, monkeypatc
     assert [line for line in shown if line not in ("", "...") and line not in printed] == []
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("page", "command", "begin"),
+    [
+        ("planning", "plan +recipe=llama3_70b --lost 1,2,8", "if nodes are lost"),
+        ("searching", "search +recipe=llama3_8b nodes=1 gpus_per_node=8 cost.device=h100", "refined ("),
+    ],
+)
+def test_the_pages_show_what_is_printed_of_lost_nodes_and_of_refining(
+    page, command, begin, monkeypatch, capsys
+) -> None:
+    text = (Path(__file__).parents[3] / "docs" / f"{page}.md").read_text()
+    shown = text[text.index(f"    {begin}") :].partition("\n\n")[0]
+    monkeypatch.setenv("COLUMNS", "150")
+    assert main(command.split()) == 0
+    printed = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    assert [line for line in shown.splitlines() if line.strip() not in printed] == []
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_a_picture_replaces_no_pipe_and_no_link(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
@@ -313,6 +332,25 @@ def test_a_world_of_unknown_size_is_enlarged_before_experts_are_put_together(cap
     assert "PP-E205" in err and "  try: dp=4\n   or: ep=1\n" in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        (["+recipe=llama3_70b", "nodes=1", "tp=1", "pp=8"], "ppctl search +recipe=llama3_70b launch.nodes=1"),
+        (["+recipe=quickstart", "launch.device_memory=1MiB"], "launch.device_memory"),
+    ],
+    ids=["eight GPUs", "no number of nodes"],
+)
+def test_a_model_that_needs_a_larger_device_is_searched_first(capsys, typed, remedy) -> None:
+    code, out, _ = run(capsys, *typed, "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert (code, problem["code"]) == (4, "PP-E801")
+    first, *others = problem["remedy"].splitlines()
+    assert first.startswith(remedy) and all(line.startswith("launch.device_memory=") for line in others)
+
+
+NUMBERS = "takes whole numbers from 1 on, with commas between"
+
+
 def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -> None:
     code, out, err = run(capsys, "+recipe=llama3_8b", "--lost", "2,1")
     assert (code, err) == (0, "")
@@ -334,8 +372,9 @@ def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -
     ("words", "code", "message", "remedy"),
     [
         (["+recipe=llama3_8b", "--lost", "4"], "PP-E105", "the plan has 4 nodes, and one must be left", "--lost 3"),
-        (["+recipe=llama3_8b", "--lost", "1,x"], "PP-E105", "--lost 1,x: whole numbers with commas", "--lost 1,2"),
-        (["+recipe=llama3_8b", "--lost", "1,1"], "PP-E105", "--lost 1,1: one number stands twice", "--lost 1,2"),
+        (["+recipe=llama3_8b", "--lost", "1,x"], "PP-E105", f"--lost 1,x: {NUMBERS}", "--lost 1,2"),
+        (["+recipe=llama3_8b", "--lost", "0"], "PP-E105", f"--lost 0: {NUMBERS}", "--lost 1,2"),
+        (["+recipe=llama3_8b", "--lost", "1,2,1"], "PP-E105", "--lost 1,2,1: one number stands twice", "--lost 1,2"),
         (["+recipe=quickstart", "--lost", "1"], "PP-E105", "the plan has 1 node, and one must be left", ""),
         (
             ["+recipe=llama3_70b", "--lost", "8,15"],

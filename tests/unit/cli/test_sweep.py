@@ -201,9 +201,9 @@ def test_a_dry_run_prints_the_script_of_the_array_and_a_line_on_each_plan_and_wr
 def test_a_refused_array_leaves_nothing_and_other_sizes_are_refused_before(
     slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (slurm / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 1\n")
+    (slurm / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; echo Batch job failed >&2; exit 1\n")
     assert main(["submit", *SWEEP]) == 2
-    assert "PP-E621: SLURM refused the job: no such partition" in capsys.readouterr().err
+    assert "PP-E621: SLURM refused the job: no such partition; Batch job failed" in capsys.readouterr().err
     assert list_runs(slurm / "runs") == []
     assert main(["submit", "-m", *QUICK, "launch.time=10,20"]) == 2
     err = capsys.readouterr().err

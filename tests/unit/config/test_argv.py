@@ -94,6 +94,22 @@ def test_own_flags_keep_their_values_and_words_stay_in_order():
     assert found.overrides == ["train.steps=3", "parallel.pipeline_model_parallel_size=2"]
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "said", "remedy"),
+    [
+        ("--lots", "1", "did you mean --lost?", "--lost 1"),
+        ("--num-layer", "3", "did you mean --num-layers", "--num-layers 3"),
+        ("--qoss", "a", "did you mean --qos", "launch.qos=a"),
+        ("--zzzz", "1", "there is no flag --zzzz", "ppctl plan --help"),
+        ("--resume", "runs/a b", "a flag of ppctl node", "ppctl resume 'runs/a b'"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_answered_with_one_that_the_command_takes(flag, value, said, remedy):
+    (problem,) = normalise([flag, value, "pp=2"], {"--lost": True, "--json": False}, "plan").problems
+    assert (problem.code, said in problem.message, problem.remedy) == ("PP-E107", True, remedy)
+    assert "--prompts" not in problem.message
+
+
 def test_aliases_and_flags_name_keys_that_exist():
     assert set(ALIASES.values()) <= set(text_keys())
     assert {key.name for key in TAKEN.values()} <= set(text_keys())

@@ -11,6 +11,7 @@ from ppctl.config.compose import compose
 from ppctl.config.draft import Draft, model
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
+from ppctl.launch.planning import planned
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,24 @@ def test_a_directory_is_asked_with_values_of_the_keys_types(given: Any, seen: di
 
     model(draft, read_model, scaled=False, for_training=False)
     assert asked == [("DIR", "transformers", seen, {})]
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "remedy"),
+    [
+        ("parallel.bf16=yes", "PP-E102", "parallel.bf16=true"),
+        ("parallel.bf16=off", "PP-E102", "parallel.bf16=false"),
+        ("parallel.bf16=2", "PP-E102", "parallel.bf16=true\nparallel.bf16=false"),
+        ("parallel.bf16=null", "PP-E102", "parallel.bf16=true\nparallel.bf16=false"),
+        ("recipe=", "PP-E104", "ppctl recipes"),
+    ],
+)
+def test_the_remedy_of_a_word_is_what_was_meant_and_nothing_is_planned_without_it(
+    typed: str, code: str, remedy: str
+) -> None:
+    _, plan, (problem,) = planned([typed])
+    assert (plan, problem.code, problem.remedy) == (None, code, remedy)
+    assert "None" not in problem.message
 
 
 def test_a_section_that_a_file_sets_to_one_value_is_a_problem_among_the_others(tmp_path: Path) -> None:

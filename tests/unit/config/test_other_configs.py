@@ -22,6 +22,7 @@ from ppctl.errors import ConfigError
 LOOPED = "interleaved_1f1b"
 GPUS_256 = ["nodes=32", "gpus_per_node=8"]
 FILES = Path(__file__).parents[2] / "golden" / "other_configs"
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama3_8b.yaml"
 
 # Automodel: nemo_automodel/components/distributed/pipelining/functional.py, calculate_virtual_stages and
 # generate_hf_model_fqn_per_model_part (layers alone count, what is left over goes to the first stages);
@@ -188,6 +189,7 @@ def test_the_formats_are_those_that_are_read() -> None:
         ("x.yaml", "name: x\n", "is not recognised"),
         ("x.txt", "hello", "is not recognised"),
         ("x.yaml", "parallel:\n  pipeline_model_parallel_size: 2\ndata: {}\n", "a recipe of ppctl's own"),
+        ("mine.yaml", RECIPE.read_text(), "a recipe of ppctl's own"),
         ("x.toml", "[training]\nsteps = \n", "cannot be read"),
         ("x.json", '{"training": ', "cannot be read"),
         ("x.json", '{"training":' + "[" * 100_000, "cannot be read"),
@@ -262,8 +264,37 @@ def test_a_shell_script_is_read_for_its_flags_with_variables_that_it_sets_itself
         "optim.lr_wsd_decay_steps=7",
         "6.25 steps, rounded up: a schedule counts whole steps",
     )
-    assert rows["--micro-batch-size"]["why"] == "the shell knows it: type train.micro_batch_size=..."
+    assert rows["--micro-batch-size"]["why"] == (
+        "only the shell that runs the script knows this value: type train.micro_batch_size=..."
+    )
     assert overrides["model.ffn_hidden_size"] == "model.ffn_hidden_size=256"  # Megatron's default
+
+
+def test_a_narrow_table_cuts_no_value_off(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--from", str(FILES / "titan_llama3_405b.toml"), "nodes=16", "gpus_per_node=8"]) in (0, 2)
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert not [line for line in lines if "..." in line]
+    names = "".join(line[:32].strip() for line in lines)
+    assert "parallelism.tensor_parallel_degree=8" in names.replace(" ", "")
+
+
+def test_what_only_the_shell_knows_is_told_with_what_follows_from_it(tmp_path, capsys) -> None:
+    script = (
+        "torchrun --nproc_per_node 8 --nnodes ${NNODES:-1} pretrain_gpt.py --num-layers 8 --hidden-size 64 "
+        "--num-attention-heads 4 --pipeline-model-parallel-size 4 --num-experts 8 --expert-model-parallel-size 8 "
+        "--seq-length 128 --global-batch-size 8 --mock-data --tokenizer-model ${TOKENIZER}\n"
+    )
+    (tmp_path / "train.sh").write_text(script)
+    _, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"))
+    why = next(row["why"] for row in report["translation"] if row["typed"].startswith("--tokenizer-model"))
+    assert why.endswith(
+        "type data.tokenizer=DIR, or model.vocab_size=N to plan; until then the vocabulary is 320, of bytes"
+    )
+    assert report["problems"][-1]["code"] == "PP-E205"
+    assert report["problems"][-1]["remedy"].splitlines()[0] == "nodes=4", "its shell may say more"
+    code, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"), "model.vocab_size=1000", "nodes=4")
+    assert (code, report["problems"]) == (0, [])
 
 
 def test_megatrons_test_recipes_in_yaml_are_flags_too(tmp_path, capsys) -> None:
@@ -286,7 +317,9 @@ def test_megatrons_test_recipes_in_yaml_are_flags_too(tmp_path, capsys) -> None:
         ("distributed.strategy=fsdp2", "parallel.data_parallel_sharding=full", ""),
         ("distributed.pipeline.pp_microbatch_size=2", "train.micro_batch_size=2", ""),
         ("activation_checkpoint.mode=full", "train.recompute_granularity=full", ""),
-        ("activation_checkpoint.mode=selective", "", "which operators are recomputed changes no number"),
+        ("activation_checkpoint.mode=selective", "train.recompute_granularity=selective", "of single operators there"),
+        ("activation_checkpoint.selective_ac_option=2", "", "which operators are recomputed changes no number"),
+        ("compile.enable=true", "train.compile=true", ""),
         ("optimizer.name=AdamW", "optim.name=adamw", ""),
         ("metrics.log_freq=10", "log.interval=10", ""),
         ("lr_scheduler.min_lr_factor=0.1", "ppctl explain optim.min_lr", "this times optim.lr"),

@@ -182,7 +182,8 @@ def test_each_key_is_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(16 * 2**30)}} in pod["volumes"]
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert container["command"] == ["/opt/ppctl/bin/python", "-m", "ppctl.launch.pod"]
-    assert container["args"] == ["/data/runs/quickstart/id", "--code", "live", "--files", "/etc/ppctl", "--first", "0"]
+    run = f"/data/runs/quickstart/{jobset['metadata']['name'].removeprefix('ppctl-')}"
+    assert container["args"] == [run, "--code", "live", "--files", "/etc/ppctl", "--first", "0"]
     assert jobset["spec"]["network"]["publishNotReadyAddresses"] is True
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -228,14 +229,17 @@ def test_the_files_are_the_config_and_the_plan_and_no_secret(capsys: pytest.Capt
     assert plan.digest == planned([*CPU])[1].digest
     word = secret["stringData"]["secret"]
     assert len(word) == 64 and word not in json.dumps([jobset, files])
-    assert printed(capsys, *CPU)[2]["stringData"]["secret"] != word
+    again = printed(capsys, *CPU)
+    assert again[2]["stringData"]["secret"] != word
+    assert again[0]["metadata"]["name"] != jobset["metadata"]["name"], "what is applied by hand is a run of its own"
 
 
 def test_no_text_becomes_a_variable_or_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     odd = "$(PPCTL_SECRET): {a: b} # '\""
     jobset = printed(capsys, *CPU, f"log.name={json.dumps(odd)}")[0]
     (container,) = pod_of(jobset)["spec"]["containers"]
-    assert container["args"][0] == f"/runs/{odd}/id".replace("$", "$$")
+    run = f"/runs/{odd}/{jobset['metadata']['name'].removeprefix('ppctl-')}"
+    assert container["args"][0] == run.replace("$", "$$")
     assert problems(jobset) == []
 
 
