@@ -57,7 +57,7 @@ _SCRIPT = 30
 
 def main() -> int:
     """Run this host's agent to the end of the job; returns the exit code."""
-    submitted, agent, run, host, served = sys.argv[1] == "--submitted", None, "", "", list[str]()
+    submitted, agent, run, host, before, served = sys.argv[1] == "--submitted", None, "", "", "", list[str]()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it may have ranks it ends at once, also inside a wait in C++
     if not submitted:  # where a request to save is kept until the agent listens
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
@@ -70,27 +70,29 @@ def main() -> int:
         # The host of the store comes first in the order of names: rank 0's lines stay on its terminal.
         by_hand = "1" if len(sys.argv) == 4 else "0", "", *sys.argv[1:]
         index, run, host, port, typed, *served = _of_job(sys.argv[2]) if submitted else by_hand
+        before = lives.before(RunDir(Path(own)), submitted=submitted) if (own := run or "".join(served[:1])) else ""
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "", "PPCTL_START": ""}  # what `sealed` proves
         store, shared, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed, run)
         address, name = (host, int(port)), f"{index} {host_name()}"
         agent = _agent(shared, told[0], address, store, name, submitted=submitted)
+        agent.before = before or lives.before(agent.run_dir, submitted=submitted)
         while (outcome := _to_the_end(agent, host, port, told, serves=bool(served))) is None:
-            (shared, told), life = _anew(agent, told, serves=bool(served)), agent.life
+            shared, told = _anew(last := agent, told, serves=bool(served))
             agent = _agent(shared, told[0], address, store, name, submitted=submitted)
-            agent.life = life  # until it begins one
-            agent.rendezvous.follow()
+            agent.follow(last)
         if outcome.report and not agent.in_slurm:  # there the script says it
             print(visible(outcome.report), file=sys.stderr)
     except PpctlError as error:
         outcome = _failed(error, run, host_name() if served else host, agent)
         if agent is None or not submitted:
-            if agent is None and served:  # else the others would have the job start again
+            # Else the others would have the job start again. One of an older start has no say.
+            if agent is None and served and fence.older(before) is None:
                 outcome.write(RunDir(Path(served[0])), ())
             return outcome.exit_code
         if served:
             agent.rendezvous.shutdown()
     if served:
-        if fence.older(_start(agent.run_dir, agent)) is None:
+        if fence.older(agent.start) is None:
             outcome.write(agent.run_dir, ())
         agent.rendezvous.farewell()
     return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
@@ -200,7 +202,7 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
     try:
         store.plain.add(left, 1)
         if serves:
-            if older := fence.older(_start(run, agent)):
+            if older := fence.older(agent.start):
                 raise TrainingError(older)
             if not agent.rendezvous.is_closed():  # else the job has ended in good order
                 time.sleep(2 * LOST)
@@ -296,19 +298,13 @@ def _absent(here: Iterable[str]) -> list[str]:
     return sorted(gone) if len(nodes) <= 2 or 2 * len(gone) < len(nodes) else []
 
 
-def _start(run: RunDir, agent: NodeAgent | None) -> str:
-    """The start that `fence.older` compares: the agent's life, and before its first in SLURM's job that of `enter`."""
-    before = slurm_start() if agent is None or agent.in_slurm else None
-    return (agent and agent.life) or (fence.variables(before, run.path)[fence.LIFE] if before else "")
-
-
 def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> bool:
     """Have SLURM's job start again; False if its run is over or goes on without this process, which may have no agent
     yet. The script does it when it sees the mark; if the script's node is the one that is lost, this process does."""
     start = slurm_start()
     status, finished = run.status(), run.result().get("state") == "finished"
     over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
-    if start is None or over or fence.older(life := _start(run, agent)):
+    if start is None or over or fence.older(life := agent.start if agent else lives.before(run, submitted=True)):
         return False
     if not run.has_requeue_mark(start):
         run.write_requeue_mark(start, why, without)

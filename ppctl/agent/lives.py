@@ -10,8 +10,16 @@ from typing import Any
 
 from ppctl.launch.enter import go_on
 from ppctl.launch.outcome import failures
-from ppctl.runs import run_starts
+from ppctl.runs import fence, run_starts
+from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
+
+
+def before(run: RunDir, *, submitted: bool) -> str:
+    """What an agent compares with the run's newest start before its first life: in SLURM's job the start that `enter`
+    wrote, elsewhere the newest one as it is now."""
+    entered = slurm_start() if submitted else None
+    return fence.variables(entered, run.path)[fence.LIFE] if entered else fence.newest(run.path)
 
 
 def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int) -> str | None:

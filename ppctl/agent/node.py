@@ -55,6 +55,7 @@ class NodeAgent(SimpleElasticAgent):
     store, which proves by the run's secret. Make it, and call `run`, in the main thread: that raises
     RendezvousClosedError when the job ends early, and SystemExit if this agent leaves alone."""
 
+    before = ""  # `lives.before`, as this process began
     _standbys: ClassVar[list[Standby]] = []  # of this process, in which one agent may follow another
 
     def __init__(
@@ -83,6 +84,17 @@ class NodeAgent(SimpleElasticAgent):
         self._output: Thread | None = None
         for number in ASKS:
             signal.signal(number, self._on_signal)
+
+    @property
+    def start(self) -> str:
+        """The start that `fence.older` compares: the agent's life, and what stands for it before the first."""
+        return self.life or self.before
+
+    def follow(self, last: NodeAgent) -> None:
+        """Go on for the agent of the job before, in whose store the others have begun this one: the last life is over
+        only with the first of this job."""
+        self.life, self.before = fence.latest(last.life, last.job, last.run_dir.path), last.before
+        self.rendezvous.follow()
 
     # torch's methods for processes
 
@@ -167,7 +179,7 @@ class NodeAgent(SimpleElasticAgent):
             if None not in nodes:
                 number = self.store.plain.add("ppctl/lives", 1)
                 self.life = fence.latest(self.life, self.job, self.run_dir.path)
-                over = fence.older(self.life) is not None  # the run goes on elsewhere
+                over = fence.older(self.start) is not None  # the run goes on elsewhere
                 why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self._launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:

@@ -34,9 +34,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
+class Agent(SimpleNamespace):
+    """An agent without torch's loop."""
+
+    start, follow = NodeAgent.start, NodeAgent.follow
+
+
 def agent_of(run: RunDir, life: str = "") -> Any:
     told = fence.variables(life, run.path)[fence.LIFE] if life else ""
-    return SimpleNamespace(run_dir=run, life=told, job="j", asked=0, in_slurm=True, in_pod=False)
+    before = lives.before(run, submitted=True)
+    return Agent(run_dir=run, life=told, before=before, job="j", asked=0, in_slurm=True, in_pod=False)
 
 
 def requeued(
@@ -103,12 +110,12 @@ def test_a_run_that_has_ended_stays_so_and_one_that_was_stopped_goes_on(
     assert (requeued(agent_of(run), monkeypatch)[1] == ["7"]) == goes_on
 
 
-def begun(run: RunDir, job: str, life: str, number: int) -> str:
-    """The newest life once an agent that had ranks in `life` comes first in a rendezvous of its job."""
+def begun(run: RunDir, job: str, life: str, number: int, before: str = "") -> str:
+    """The newest life once an agent that had ranks in `life`, if in any, comes first in a rendezvous of its job."""
     said: dict[str, Any] = {}
     store = SimpleNamespace(plain=SimpleNamespace(add=lambda name, more: number), set=said.__setitem__)
-    told = fence.variables(life, run.path)[fence.LIFE]
-    agent = SimpleNamespace(store=store, life=told, run_dir=run, job=job, _launch=RunConfig().launch)
+    told = fence.variables(life, run.path)[fence.LIFE] if life else ""
+    agent = Agent(store=store, life=told, before=before, run_dir=run, job=job, _launch=RunConfig().launch)
     agent._value = lambda store, key: said[key]
     group: Any = SimpleNamespace(group_rank=0, group_world_size=1, store=store.plain)
     said["node/0"] = "node-0"
@@ -123,6 +130,33 @@ def test_agents_of_an_older_start_do_not_take_the_run_back(run: RunDir) -> None:
     with pytest.raises(job.RendezvousClosedError):
         begun(run, "old", "old.1", 2)
     assert (run.path / "life").read_text() == "new.1"
+
+
+@pytest.mark.parametrize("where", ["in SLURM's job", "in a new run", "in one that goes on"])
+def test_an_agent_that_stood_still_before_its_first_life_takes_no_run_back(
+    run: RunDir, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where != "in SLURM's job":
+        monkeypatch.delenv("SLURM_JOB_ID")
+    if where == "in a new run":
+        (run.path / "life").unlink()
+    before = lives.before(run, submitted=True)
+    assert begun(run, "mine", "", 1, before) == "mine.1"
+    (run.path / "life").write_text("7.1")  # the start of whoever went on meanwhile
+    (run.path / "result.json").write_text("{}")
+    with pytest.raises(job.RendezvousClosedError):
+        begun(run, "mine", "", 1, before)
+    assert (run.path / "life").read_text() == "7.1" and (run.path / "result.json").exists()
+
+
+def test_a_spare_that_never_had_a_life_begins_the_next_job_in_the_same_store(run: RunDir) -> None:
+    lives.begin(run, "j", 1, ["node-0"], 3)
+    (run.path / "life").write_text("7.0")
+    last, agent = agent_of(run), agent_of(run)
+    lives.begin(run, "j", 1, ["node-0"], 3)
+    agent.rendezvous = SimpleNamespace(follow=lambda: None)
+    agent.follow(last)
+    assert fence.older(agent.start) is None and fence.older(last.start) is not None
 
 
 @pytest.mark.parametrize("before", ["j", "i"], ids=["of its job", "of the one before in the same store"])
@@ -244,7 +278,7 @@ def test_an_agent_without_a_life_that_stood_still_leaves_the_next_start_alone(ru
     (run.path / "life").write_text("7.1")
     agent.run = lambda: None
     job._live(agent, serves=True)
-    assert agent.life == "" and fence.older(job._start(run, agent)) is not None
+    assert agent.life == "" and fence.older(agent.start) is not None
     assert not job._requeue(run, agent, "a node is gone", ["node-1"])
     assert (mark_of(run), jobs) == (None, [])
 
