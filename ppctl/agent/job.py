@@ -202,11 +202,11 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
     try:
         store.plain.add(left, 1)
         if serves:
-            if older := fence.older(agent.start):
-                raise TrainingError(older)
             if not agent.rendezvous.is_closed():  # else the job has ended in good order
                 time.sleep(2 * LOST)
-                plan_smaller(run, store.plain.add(left, 0))
+                plan_smaller(run, store.plain.add(left, 0), agent.start)
+            if older := fence.older(agent.start):
+                raise TrainingError(older)
             run.write_status("starting")
             publish_run(store, read_run(run.path))
             store.set(_JOB, [secrets.token_hex(4), *told[1:]])
