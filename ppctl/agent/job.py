@@ -263,8 +263,9 @@ def _too_few(agent: NodeAgent, remedy: str, error: Exception, *, serves: bool) -
     if agent.in_slurm and serves:
         keys = [f"{CAME}/{number + 1}" for number in range(min(store.plain.add(CAME, 0), 10_000))]
         came = [store.get(key) for key in keys if store.plain.check([key])]  # who died may have written no name
-        absent = _absent(here := agent.rendezvous.here() if goes_on else came)
-        goes_on |= _requeue(run, agent, (goes_on and lives.why(run, [*here, *absent], here)) or message, absent)
+        absent, doubt = _absent(here := agent.rendezvous.here() if goes_on else came)
+        told = (goes_on and lives.why(run, [*here, *absent], here)) or message
+        goes_on |= _requeue(run, agent, told + doubt, absent)
     if not goes_on:
         raise TrainingError(Problem("PP-E709", message, remedy)) from error
     if agent.in_pod:
@@ -291,11 +292,15 @@ def _gone(which: str, remedy: str = "") -> TrainingError:
     return TrainingError(Problem("PP-E656", f"the host of the rendezvous{which} does not answer any more", remedy))
 
 
-def _absent(here: Iterable[str]) -> list[str]:
-    """The nodes of SLURM's job that are not `here`; none of three or more if half are: then this one stood still."""
+def _absent(here: Iterable[str]) -> tuple[list[str], str]:
+    """The nodes of SLURM's job to leave out, those that are not `here`, and why none if half or more of three are not:
+    then this one may have stood still. Of two it is the other, since this one works."""
     nodes = set(os.environ.get("PPCTL_NODES", "").split())
-    gone = nodes.difference(here)
-    return sorted(gone) if len(nodes) <= 2 or 2 * len(gone) < len(nodes) else []
+    gone = sorted(nodes.difference(here))
+    if len(nodes) <= 2 or 2 * len(gone) < len(nodes):
+        return gone, ""
+    doubt = f"whether they or {host_name()} stood still cannot be told, so that none is left out"
+    return [], f"; {len(gone)} of {len(nodes)} nodes are missing: {doubt}"
 
 
 def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> bool:
@@ -306,7 +311,7 @@ def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[s
     over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
     if start is None or over or fence.older(life := agent.start if agent else lives.before(run, submitted=True)):
         return False
-    if not run.has_requeue_mark(start):
+    if run.requeue_mark(start) is None:
         run.write_requeue_mark(start, why, without)
     if agent is not None:
         agent.asked = 0
@@ -315,5 +320,5 @@ def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[s
     told = (agent and agent.asked) or signal.sigpending()  # it may not listen yet
     more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
     if more and not told and fence.older(life) is None:
-        slurm.requeue(os.environ["SLURM_JOB_ID"])
+        slurm.requeue(os.environ["SLURM_JOB_ID"], run.requeue_mark(start) or "")  # of whoever came first
     return True

@@ -18,8 +18,8 @@ from ppctl.reach.store import unproved
 
 JOIN = timedelta(minutes=10)
 """How long agents wait for one that is missing."""
-CAME, _SINCE = "ppctl/came", time.monotonic()
-"""The count of a job's agents that have reached the store, in it, and when this one began."""
+CAME, _LATE, _SINCE = "ppctl/came", "ppctl/late", time.monotonic()
+"""In the store: the count of a job's agents that have reached it, and whether `JOIN` is over; when this one began."""
 LOST, _PROOF = 15, 32
 """Seconds without a sign of life, of three that agents give meanwhile, after which others take one for lost."""
 _SLOW = 3.0
@@ -109,9 +109,10 @@ class NodeRendezvous(DynamicRendezvousHandler):
         time.sleep(_SLOW)
 
     def _one_comes(self) -> bool:
-        """Whether an agent of the job still imports: one that has never come is not lost."""
-        soon = time.monotonic() - _SINCE < JOIN.total_seconds()
-        return soon and self.backend._call_store("add", CAME, 0) < self.settings.max_nodes + self.spares
+        """Whether an agent of the job still imports: one that has never come is not lost. Who waits longest tells all
+        that it is over: by their own clocks some would plan a smaller run, or leave, while others wait on."""
+        late = self.backend._call_store("add", _LATE, int(time.monotonic() - _SINCE >= JOIN.total_seconds()))
+        return not late and self.backend._call_store("add", CAME, 0) < self.settings.max_nodes + self.spares
 
     @property
     def _is_complete(self) -> bool:

@@ -64,6 +64,7 @@ def render(job: SlurmJob) -> str:
         settings=settings,
         container=" ".join(map(_q, _container_options(job))),
         agents=" ".join(map(_q, _agent_options(job))),
+        again=_filled("requeue.sbatch"),
         health=_filled("health_check.sbatch", check=_q(launch.health_check), SICK_NODE="PP-E625") if checked else "",
         NO_START="PP-E622",
         REQUEUED_OFTEN="PP-E626",

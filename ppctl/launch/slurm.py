@@ -102,9 +102,11 @@ def restart(job: str, cluster: str = "") -> None:
     _must("scancel", *_on(cluster), "--signal=USR1", job)
 
 
-def requeue(job: str) -> None:
-    """Let a job start again, from one of its own nodes; does nothing where SLURM's commands are missing."""
-    _run("scontrol", "requeue", job)
+def requeue(job: str, without: str = "") -> None:
+    """Let a job start again, from one of its own nodes, as its script does: without the nodes `without` (commas
+    between) and those that it has left out before. Does nothing where bash or SLURM's commands are missing."""
+    again = Path(__file__).with_name("requeue.sbatch").read_text(encoding="utf-8")
+    _run("bash", "-c", f'{again}again "$@"', "requeue", job, without)
 
 
 def cancel(job: str, cluster: str = "") -> None:

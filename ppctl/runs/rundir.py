@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppctl.errors import CONTROL, ConfigError, Problem, pasted, visible
-from ppctl.host.files import MOST_READ, append, open_regular, read_json, read_whole, write_atomically
+from ppctl.host.files import MOST_READ, append, open_regular, read_json, read_text, read_whole, write_atomically
 from ppctl.records.json_reader import finite, parse, read
 from ppctl.records.metrics_file import MetricsFile
 from ppctl.records.rank_records import RankFailure
@@ -273,9 +273,10 @@ class RunDir:
         script requeues if this file exists, and prints `why`, one line."""
         self._write(f"requeue.{start}", f"{','.join(exclude)}\n{visible(why, '')}\n")
 
-    def has_requeue_mark(self, start: str) -> bool:
-        """Whether there is a requeue mark for this `start`."""
-        return (self.path / f"requeue.{start}").exists()
+    def requeue_mark(self, start: str) -> str | None:
+        """The nodes that the requeue mark of this `start` leaves out, with commas between; None without a mark."""
+        mark = self.path / f"requeue.{start}"
+        return read_text(mark).partition("\n")[0] if mark.exists() else None
 
     # Paths for other writers
 

@@ -5,7 +5,7 @@
 # marked line in /etc/hosts, which `stop` takes out again: ranks find the first node by its name.
 set -euo pipefail
 
-NODES=16
+NODES=17
 PORT=${PPCTL_SLURM_PORT:-26817} # slurmctld's; a slurmd's are the next ones, srun's begin 100 above
 CPUS=8
 GPUS=4
@@ -88,7 +88,7 @@ PartitionName=frail Nodes=ppctl[7-9] $usual
 PartitionName=low Nodes=ppctl[10-11] PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 $usual
 PartitionName=high Nodes=ppctl[10-11] PriorityTier=10 $usual
 PartitionName=spared Nodes=ppctl[12-14] $usual
-PartitionName=headless Nodes=ppctl[15-16] $usual
+PartitionName=headless Nodes=ppctl[15-17] $usual
 CONF
   # slurmd insists on device files before it hands out GPUs: copies of /dev/null will do.
   for ((i = 0; i < GPUS; i++)); do mknod "$DIR/gpus/gpu$i" c 1 3; done

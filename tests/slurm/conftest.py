@@ -12,7 +12,7 @@ from cluster import SLURM, Cluster, missing
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Cluster]:
-    """A SLURM of sixteen nodes."""
+    """A SLURM of seventeen nodes."""
     reason = missing()
     if reason:
         pytest.skip(reason)

@@ -70,3 +70,15 @@ def test_a_node_whose_health_check_fails_is_left_out(cluster: Cluster) -> None:
     assert run.ends() == "COMPLETED", run.log()
     assert "PP-E625: the health check failed on ppctl4" in run.log()
     assert (run.restarts(), cluster.job(run.job, "NodeList")) == (1, "ppctl[5-6]")
+
+
+def test_a_request_during_a_health_check_requeues_the_job_with_all_nodes(cluster: Cluster) -> None:
+    """One node has answered before it comes."""
+    check = "launch.health_check=[ $SLURM_NODEID = 0 ] || { echo waits; sleep 200; }"
+    run = cluster.submit(*TWO, "steps=2", check)
+    wait(lambda: "waits" in run.log(), "the health check")
+    assert cluster.ppctl("requeue", run.job).returncode == 0
+    wait(lambda: run.restarts() == 1, f"a requeue\n{run.log()}")
+    assert "requeue 1 of at most 10: USR1 during the health check" in run.log()
+    assert cluster.job(run.job, "ExcNodeList") == "(null)"
+    cluster.command("scancel", run.job)

@@ -44,7 +44,7 @@ def test_the_wheel_holds_every_module_page_config_and_recipe(wheel: Path) -> Non
         shipped = set(archive.namelist())
     expected = {f"ppctl/{p.relative_to(ROOT / 'ppctl').as_posix()}" for p in (ROOT / "ppctl").rglob("*.py")}
     expected |= {f"ppctl/pages/{path.name}" for path in (ROOT / "ppctl" / "pages").glob("*.md")}
-    expected |= {"ppctl/launch/job.sbatch", "ppctl/launch/health_check.sbatch"}
+    expected |= {"ppctl/launch/job.sbatch", "ppctl/launch/health_check.sbatch", "ppctl/launch/requeue.sbatch"}
     expected |= {f"ppctl/cli/completion.{shell}" for shell in ("bash", "zsh", "fish")}
     for folder in ("conf", "recipes"):
         paths = (path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*.yaml"))

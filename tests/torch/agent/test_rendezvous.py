@@ -162,6 +162,19 @@ def test_a_spare_that_still_imports_is_not_taken_for_lost(monkeypatch: pytest.Mo
             time.sleep(0.1)
 
 
+def test_all_agents_give_up_one_that_never_came_when_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have begun at different times, and would plan a run of the hosts that are left at different times."""
+    store = HashStore()
+    first, second = agent(store, "0 node-0", spares=1), agent(store, "1 node-1", spares=1)
+    store.add(CAME, 2)
+    monkeypatch.setattr(rendezvous, "_SINCE", time.monotonic())
+    assert first._one_comes() and second._one_comes()
+    monkeypatch.setattr(rendezvous, "_SINCE", time.monotonic() - 600.0)
+    assert not first._one_comes()
+    monkeypatch.setattr(rendezvous, "_SINCE", time.monotonic())
+    assert not second._one_comes()
+
+
 def test_a_store_that_did_not_answer_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its late answer would be taken for that to another question."""
     own, asked = agent(HashStore(), "0 node-0"), []

@@ -52,7 +52,7 @@ def requeued(
     """The mark that is left, and the jobs that the agent itself has requeued, if `meanwhile` happens while it waits."""
     jobs: list[str] = []
     monkeypatch.setattr(job.time, "sleep", lambda seconds: meanwhile())
-    monkeypatch.setattr(job.slurm, "requeue", jobs.append)
+    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(f"{job} without {without}"))
     job._requeue(agent.run_dir, agent, "a node is gone", ["node-1"])
     return mark_of(agent.run_dir), jobs
 
@@ -65,12 +65,13 @@ def mark_of(run: RunDir) -> str | None:
 def test_before_the_first_life_and_without_a_script_the_agent_requeues(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert requeued(agent_of(run), monkeypatch) == ("node-1\na node is gone\n", ["7"])
+    assert requeued(agent_of(run), monkeypatch) == ("node-1\na node is gone\n", ["7 without node-1"])
 
 
-def test_a_mark_that_another_agent_has_left_stays(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.write_requeue_mark("7.0", "ranks cannot be killed", ["node-0"])
-    assert requeued(agent_of(run), monkeypatch)[0] == "node-0\nranks cannot be killed\n"
+def test_a_mark_that_another_agent_has_left_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_requeue_mark("7.0", "ranks cannot be killed", ["node-0", "node-2"])
+    mark = "node-0,node-2\nranks cannot be killed\n"
+    assert requeued(agent_of(run), monkeypatch) == (mark, ["7 without node-0,node-2"])
 
 
 def test_a_job_that_may_not_start_again_is_not_requeued(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +108,7 @@ def test_a_run_that_has_ended_stays_so_and_one_that_was_stopped_goes_on(
 ) -> None:
     run.write_result({"state": state})
     run.write_status(state, message=message)
-    assert (requeued(agent_of(run), monkeypatch)[1] == ["7"]) == goes_on
+    assert (requeued(agent_of(run), monkeypatch)[1] == ["7 without node-1"]) == goes_on
 
 
 def begun(run: RunDir, job: str, life: str, number: int, before: str = "") -> str:
@@ -189,7 +190,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that agents requeue; nobody waits."""
     jobs: list[str] = []
     monkeypatch.setattr(job.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(job.slurm, "requeue", jobs.append)
+    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(job))
     return jobs
 
 
@@ -269,7 +270,20 @@ def test_an_agent_that_misses_half_of_the_nodes_blames_none(
     nodes: str, here: str, absent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PPCTL_NODES", nodes)
-    assert job._absent(here.split()) == absent
+    assert job._absent(here.split())[0] == absent
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_agent_that_blames_none_says_why(
+    run: RunDir, jobs: list[str], begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PPCTL_NODES", "node-0 node-1 node-2 node-3")
+    monkeypatch.setattr(job, "host_name", lambda: "node-0")
+    agent = no_meeting(agent_of(run), begun, ["node-0", "node-2"] if begun else [])
+    job._to_the_end(agent, "node-0", "29500", [], serves=True)
+    came = "not all hosts of the run came in time" + " (launch.shrink=requeue)" * begun
+    doubt = "whether they or node-0 stood still cannot be told, so that none is left out"
+    assert (mark_of(run), jobs) == (f"\n{came}; 2 of 4 nodes are missing: {doubt}\n", ["7"])
 
 
 def test_an_agent_without_a_life_that_stood_still_leaves_the_next_start_alone(run: RunDir, jobs: list[str]) -> None:
@@ -294,6 +308,33 @@ def test_others_have_time_to_plan_a_smaller_run_before_this_agent_requeues(
     assert slept == [waits, 30] and jobs == ["7"]
 
 
+def begins(run: RunDir, monkeypatch: pytest.MonkeyPatch, index: int = 1) -> None:
+    """Prepare this process for `main` on the node `index` of two."""
+    for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")
+    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "PPCTL_START"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(job.sys, "argv", ["job", "--submitted", str(run.path)])
+    place = f"{index:05}", str(run.path), "node-0", "1", "", *[str(run.path), "3"][: 0 if index else 2]
+    monkeypatch.setattr(job, "_of_job", lambda path: place)
+
+
+@pytest.mark.parametrize(("newest", "state"), [("7.0", "failed"), ("7.1", "running")])
+def test_an_agent_that_fails_before_it_has_the_store_ends_its_own_start_alone(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, newest: str, state: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ConfigError(Problem("PP-E559", "the plan is no file"))
+
+    begins(run, monkeypatch, index=0)
+    monkeypatch.setattr(job, "_serve", fails)
+    run.write_status("running")
+    (run.path / "life").write_text(newest)
+    assert job.main() == 2
+    assert run.status()["state"] == state
+
+
 def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(
     run: RunDir, jobs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,13 +348,7 @@ def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins
         if agent is second:
             raise TrainingError(Problem("PP-E656", "no answer"))
 
-    for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "")
-    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "PPCTL_START"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(job.sys, "argv", ["job", "--submitted", str(run.path)])
-    monkeypatch.setattr(job, "_of_job", lambda path: ("00001", path, "node-0", "1", ""))
+    begins(run, monkeypatch)
     monkeypatch.setattr(job, "_join", lambda *_: (None, None, ["a"]))
     monkeypatch.setattr(job, "_agent", lambda *_, **__: next(agents))
     monkeypatch.setattr(job, "_anew", lambda *_, **__: (None, ["b"]))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.compose import compose
+from ppctl.launch import slurm
 from ppctl.launch.script import SlurmJob, render
 
 NODES = ("n1", "n2", "n3")
@@ -25,7 +26,8 @@ echo "$*" >>"$CALLS/scontrol"
 case "$*" in
 "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
 "show config") echo "TaskPlugin              = $TASK_PLUGIN" ;;
-*"show job"*) echo "JobId=7 ExcNodeList=(null)" ;;
+*"show job"*) echo "JobId=7 ReqNodeList=(null) ExcNodeList=${BEFORE-(null)} Features=(null)" ;;
+requeue*) kill -TERM $PPID ;; # SLURM ends the job's processes
 esac
 """
 PYTHON = """#!/bin/bash
@@ -66,7 +68,7 @@ class Job:
     def without(self) -> str | None:
         """The nodes without which the job is requeued; None if it is not."""
         found = re.findall("ExcNodeList=(.*)", self.calls("scontrol"))
-        return found[0] if "requeue 7" in self.calls("scontrol") else None
+        return "".join(found) if "requeue 7" in self.calls("scontrol") else None
 
 
 WELL = "echo $SLURMD_NODENAME"
@@ -104,9 +106,9 @@ def test_a_node_whose_check_fails_or_does_not_end_is_left_out(tmp_path: Path, ch
 @pytest.mark.parametrize(
     ("check", "without"),
     [
-        ("kill -USR1 $$", None),  # SLURM's signal reaches the check everywhere
+        ("kill -HUP $$", None),
         ("kill -TERM $SCRIPT; false", None),
-        ("[ $SLURMD_NODENAME != n3 ] || kill -USR1 $$", "n3"),
+        ("[ $SLURMD_NODENAME != n3 ] || kill -HUP $$", "n3"),
         ("exec sleep 50", "n1,n2,n3"),
     ],
     ids=["a signal", "the job is ended", "one is silent", "none ends"],
@@ -115,6 +117,52 @@ def test_a_check_that_srun_or_a_signal_ends_blames_no_node(tmp_path: Path, check
     job = Job(tmp_path, WELL, "launch.setup=['export SCRIPT=$$']", f"launch.health_check={check}")
     assert (job.code, job.without) == (0, without), job.log
     assert ("ppctl.agent with n1 n2 n3" in job.calls("python")) == (without is None)
+
+
+@pytest.mark.parametrize("step", ["the health check", "the job's first step"])
+@pytest.mark.parametrize("answered", ["n1", "n4"], ids=["some have answered", "none has"])
+def test_a_request_before_there_are_agents_requeues_and_blames_no_node(
+    tmp_path: Path, step: str, answered: str
+) -> None:
+    """SLURM's USR1 ends all processes of the step that still run: half a second later on the nodes that are slower."""
+    told = f"[ $SLURMD_NODENAME = {answered} ] || {{ sleep 0.5; kill -USR1 $$; }}"
+    checked = step == "the health check"
+    job = Job(tmp_path, WELL if checked else f"{told}; {WELL}", *[f"launch.health_check={told}"] * checked)
+    assert (job.code, job.without) == (0, ""), job.log
+    assert f"requeue 1 of at most 10: USR1 during {step}" in job.log and "error" not in job.log
+    assert not job.calls("python")
+
+
+def test_a_request_that_reaches_the_check_before_its_shell_blames_no_node(tmp_path: Path) -> None:
+    check = "[ $SLURMD_NODENAME != n2 ] || { (sleep 0.3; kill -USR1 $$) >/dev/null 2>&1 & exit 1; }"
+    job = Job(tmp_path, WELL, f"launch.health_check={check}")
+    assert (job.code, job.without) == (0, "") and "USR1 during the health check" in job.log, job.log
+
+
+def test_a_request_to_a_job_that_is_ended_starts_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, "kill -TERM $SCRIPT; kill -USR1 $$", "launch.setup=['export SCRIPT=$$']")
+    assert (job.code, job.without) == (2, None), job.log
+
+
+@pytest.mark.parametrize(
+    ("before", "without", "found"),
+    [("(null)", "n2", ["n2"]), ("n8,n9", "n2,n3", ["n8,n9,n2,n3"]), ("n8", "", [])],
+)
+def test_an_agent_requeues_as_the_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, without: str, found: list[str]
+) -> None:
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    for name, value in {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": f"{tmp_path}/calls",
+        "BEFORE": before,
+    }.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "calls").mkdir()
+    slurm.requeue("7", without)
+    calls = (tmp_path / "calls" / "scontrol").read_text()
+    assert "\nrequeue 7\n" in calls and re.findall("JobId=7 ExcNodeList=(.*)", calls) == found
 
 
 def test_requeues_are_bounded(tmp_path: Path) -> None:
