@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -82,28 +83,39 @@ def main() -> int:
             agent.follow(last)
         if outcome.report and not agent.in_slurm:  # there the script says it
             print(visible(outcome.report), file=sys.stderr)
-    except PpctlError as error:
+    except (PpctlError, OSError) as error:
         outcome = _failed(error, run, host_name() if served else host, agent)
-        if agent is None or not submitted:
+        if agent is None or not submitted or outcome.exit_code == GO_ON:
             # Else the others would have the job start again. One of an older start has no say.
-            if agent is None and served and fence.older(before) is None:
-                outcome.write(RunDir(Path(served[0])), ())
+            if agent is None and served and outcome.exit_code != GO_ON:
+                _write(outcome, RunDir(Path(served[0])), before)
             return outcome.exit_code
         if served:
             agent.rendezvous.shutdown()
     if served:
-        if fence.older(agent.start) is None:
-            outcome.write(agent.run_dir, ())
+        _write(outcome, agent.run_dir, agent.start)
         agent.rendezvous.farewell()
     return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
 
 
-def _failed(error: PpctlError, run: str, host: str, agent: NodeAgent | None) -> JobOutcome:
-    """Tell of an error that ends this agent. SLURM's job (of the `run`) starts again if its first `host` is lost."""
-    problem, in_slurm = error.problems[0], slurm_start() is not None
+def _write(outcome: JobOutcome, run: RunDir, start: str) -> None:
+    if fence.older(start) is None:
+        with suppress(OSError):  # on a full disk: this process has said it
+            outcome.write(run, ())
+
+
+def _failed(error: PpctlError | OSError, run: str, host: str, agent: NodeAgent | None) -> JobOutcome:
+    """Tell of an error that ends this agent. SLURM's job (of the `run`) starts again if its first `host` is lost, and
+    pods meet anew also where the file system has failed."""
+    in_slurm, passes = slurm_start() is not None, isinstance(error, OSError)
+    if isinstance(error, OSError):
+        place = str(agent.run_dir.path) if agent else run or "."
+        message = f"{host_name()} cannot go on with the run directory {place}: {error}"
+        error = ConfigError(Problem("PP-E610", message, f"df -h {pasted(place)}", place))
+    problem = error.problems[0]
     gone = run and problem.code in _GONE
-    if gone and not in_slurm:
-        print(f"note: {problem.message}; all meet anew when it is back", file=sys.stderr)
+    if run and not in_slurm and (gone or passes):
+        print(visible(f"note: {problem.message}; all meet anew when it is back"), file=sys.stderr)
         return JobOutcome(GO_ON, "stopped")
     print("\n".join(f"error {each}" for each in error.problems), file=sys.stderr)
     if gone:  # if it is this agent that is lost, the others requeue or begin a life, which they may have to plan first

@@ -335,6 +335,35 @@ def test_an_agent_that_fails_before_it_has_the_store_ends_its_own_start_alone(
     assert run.status()["state"] == state
 
 
+@pytest.mark.parametrize("where", ["in SLURM's job", "in a pod"])
+@pytest.mark.parametrize("served", [True, False])
+def test_a_run_directory_that_cannot_be_written_is_a_problem_and_no_traceback(
+    run: RunDir,
+    where: str,
+    served: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Pods meet anew, and the outcome that cannot be written either does not hide why."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", str(run.path / "life"))
+
+    begins(run, monkeypatch, index=0 if served else 1)
+    if where == "in a pod":
+        monkeypatch.delenv("SLURM_JOB_ID")
+    agent = agent_of(run)
+    agent.rendezvous = SimpleNamespace(shutdown=lambda: None, farewell=lambda: None)
+    for name in ("_serve", "_join"):
+        monkeypatch.setattr(job, name, lambda *_: (None, None, ["a"]))
+    monkeypatch.setattr(job, "_agent", lambda *_, **__: agent)
+    monkeypatch.setattr(job, "_to_the_end", full)
+    monkeypatch.setattr(RunDir, "write_status", full)
+    assert job.main() == (GO_ON if where == "in a pod" else 2)
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and ("PP-E610" in said) == (where != "in a pod")
+
+
 def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(
     run: RunDir, jobs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
