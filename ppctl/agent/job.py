@@ -325,7 +325,7 @@ def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[s
         return False
     if run.requeue_mark(start) is None:
         run.write_requeue_mark(start, why, without)
-    if agent is not None:
+    if agent is not None and agent.asked != signal.SIGTERM:  # by then ranks may have followed a request to save
         agent.asked = 0
     time.sleep(_SCRIPT + int(os.environ.get("SLURM_NODEID", 0)))  # one after the other: the first ends all
     # A signal meanwhile: the script lives and has decided, or somebody ends the job.

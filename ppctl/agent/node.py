@@ -92,8 +92,9 @@ class NodeAgent(SimpleElasticAgent):
 
     def follow(self, last: NodeAgent) -> None:
         """Go on for the agent of the job before, in whose store the others have begun this one: the last life is over
-        only with the first of this job."""
+        only with the first of this job, and who asked that agent to save asks this one."""
         self.life, self.before = fence.latest(last.life, last.job, last.run_dir.path), last.before
+        self.asked = self.asked or last.asked
         self.rendezvous.follow()
 
     # torch's methods for processes
@@ -225,7 +226,7 @@ class NodeAgent(SimpleElasticAgent):
         stays = self._submitted and (alive or self.in_slurm)
         if not stays and (not alive or self.asked):
             raise SystemExit(128 + number)
-        self.asked = self.asked or number
+        self.asked = number if number == signal.SIGTERM and not alive else self.asked or number
         if number == signal.SIGINT:
             print("\nsaving after this step, then stopping; Ctrl-C once more ends at once", file=sys.stderr)
         elif not self._submitted:

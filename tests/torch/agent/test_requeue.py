@@ -84,6 +84,23 @@ def test_a_job_that_somebody_ends_meanwhile_is_not_requeued(run: RunDir, monkeyp
     assert requeued(agent, monkeypatch, lambda: setattr(agent, "asked", 15))[1] == []
 
 
+def test_an_agent_without_ranks_that_was_asked_to_save_knows_when_its_job_is_ended(run: RunDir) -> None:
+    agent = agent_of(run)
+    agent._ranks, agent._submitted, agent._ask = [], True, lambda alive: None
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+        NodeAgent._on_signal(agent, number, None)
+    assert agent.asked == signal.SIGTERM
+
+
+@pytest.mark.parametrize(("asked", "again"), [(signal.SIGTERM, []), (signal.SIGUSR1, ["7 without node-1"])])
+def test_a_job_that_somebody_has_ended_before_is_not_requeued_and_one_that_was_to_save_is(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, asked: int, again: list[str]
+) -> None:
+    agent = agent_of(run)
+    agent.asked = asked
+    assert requeued(agent, monkeypatch)[1] == again
+
+
 @pytest.mark.parametrize("begun", ["before", "meanwhile"])
 def test_an_agent_that_the_others_go_on_without_requeues_nothing(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, begun: str
@@ -150,14 +167,19 @@ def test_an_agent_that_stood_still_before_its_first_life_takes_no_run_back(
     assert (run.path / "life").read_text() == "7.1" and (run.path / "result.json").exists()
 
 
-def test_a_spare_that_never_had_a_life_begins_the_next_job_in_the_same_store(run: RunDir) -> None:
+def test_an_agent_of_the_next_job_in_the_same_store_has_the_life_and_the_request_of_the_one_before(
+    run: RunDir,
+) -> None:
+    """Also a spare's, that never had a life."""
     lives.begin(run, "j", 1, ["node-0"], 3)
     (run.path / "life").write_text("7.0")
     last, agent = agent_of(run), agent_of(run)
+    last.asked = signal.SIGUSR1
     lives.begin(run, "j", 1, ["node-0"], 3)
     agent.rendezvous = SimpleNamespace(follow=lambda: None)
     agent.follow(last)
     assert fence.older(agent.start) is None and fence.older(last.start) is not None
+    assert agent.asked == signal.SIGUSR1
 
 
 @pytest.mark.parametrize("before", ["j", "i"], ids=["of its job", "of the one before in the same store"])
