@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -78,7 +78,10 @@ def main() -> int:
         agent = _agent(shared, told[0], address, store, name, submitted=submitted)
         agent.before = before or lives.before(agent.run_dir, submitted=submitted)
         while (outcome := _to_the_end(agent, host, port, told, serves=bool(served))) is None:
-            shared, told = _anew(last := agent, told, serves=bool(served))
+            if isinstance(found := _anew(last := agent, told, serves=bool(served)), JobOutcome):
+                outcome = found
+                break
+            shared, told = found
             agent = _agent(shared, told[0], address, store, name, submitted=submitted)
             agent.follow(last)
         if outcome.report and not agent.in_slurm:  # there the script says it
@@ -206,17 +209,19 @@ def _agent(
     return NodeAgent(shared, job, address, store, rendezvous, submitted=submitted)
 
 
-def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]]:
+def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]] | JobOutcome:
     """The run and the job with which all agents that are left go on. If one is missing the first plans it on fewer
-    once all have noticed. Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
+    once all have noticed; the outcome if the job starts again instead. Raises ConfigError (PP-E230), TrainingError
+    (PP-E656)."""
     run, store, left, known = agent.run_dir, agent.store, f"ppctl/left/{told[0]}", told
     agent.rendezvous.nobody_comes = False  # else each further look tells again that some are missing
     try:
-        store.plain.add(left, 1)
+        store.set(f"{left}/{store.plain.add(left, 1)}", host_name())
         if serves:
             if not agent.rendezvous.is_closed():  # else the job has ended in good order
                 time.sleep(2 * LOST)
-                plan_smaller(run, store.plain.add(left, 0), agent.start)
+                if why := _plan_smaller(agent, here := _names(store, left)):
+                    return _too_few(agent, None, why, here, serves=True)
             if older := fence.older(agent.start):
                 raise TrainingError(older)
             run.write_status("starting")
@@ -231,12 +236,41 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
     return entered[0], told
 
 
+def _plan_smaller(agent: NodeAgent, here: Sequence[str]) -> str:
+    """Plan the run on the hosts that are `here`. In a job, whose next start has all nodes again, returns why that is
+    better. Raises ConfigError (PP-E230)."""
+    nodes, submitted = agent.rendezvous.settings.max_nodes, agent.in_slurm or agent.in_pod
+    if submitted and nodes > 2 and 2 * len(here) <= nodes:  # or this one stood still, and the others are well
+        return f"only {len(here)} of {nodes} hosts are here"
+    try:
+        plan_smaller(agent.run_dir, len(here), agent.start)
+    except ConfigError as error:
+        problem = error.problems[0]
+        if problem.code != "PP-E230":
+            raise
+        if submitted:
+            return problem.message
+        raise ConfigError(replace(problem, remedy=_remedy(agent))) from error
+    return ""
+
+
+def _names(store: SealedStore, key: str) -> list[str]:
+    """The hosts of agents that have counted themselves under `key` and written their names there: a count alone proves
+    nothing, and who died may have written no name."""
+    keys = [f"{key}/{number + 1}" for number in range(min(store.plain.add(key, 0), 10_000))]
+    return [store.get(each) for each in keys if store.plain.check([each])]
+
+
+def _remedy(agent: NodeAgent) -> str:
+    (host, port), run = agent.address, pasted(agent.run_dir.path)
+    return f"ppctl requeue {run}" if agent.in_slurm else f"ppctl node --rendezvous {host}:{port} --resume {run}"
+
+
 def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serves: bool) -> JobOutcome | None:
     """Run the agent; how the job ended, by the run directory, and None if those that are left begin another. Raises
     TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job starts
     again without lost nodes, also before its first life."""
     run, ended = agent.run_dir, True
-    remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
     try:
         agent.store.set(f"{CAME}/{agent.store.plain.add(CAME, 1)}", host_name())
         _live(agent, serves=serves)
@@ -249,15 +283,15 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
         ended = not closed.args
     except RendezvousTimeoutError as error:
         smaller = agent.rendezvous.has_begun and agent.rendezvous.shrink == "smaller"
-        return None if smaller else _too_few(agent, remedy, error, serves=serves)
+        return None if smaller else _too_few(agent, error, serves=serves)
     except (RendezvousError, RuntimeError) as error:
-        raise _gone(f", {host}:{port},", remedy) from error
+        raise _gone(f", {host}:{port},", _remedy(agent)) from error
     agent.rendezvous.shutdown()
     outcome = job_outcome(run, 1, ended=ended)
     if agent.in_pod:
         return _in_pod(agent, outcome, told)
     by_hand = outcome.exit_code == STOPPED and not agent.in_slurm
-    return replace(outcome, report=f"go on with: {remedy}") if by_hand else outcome
+    return replace(outcome, report=f"go on with: {_remedy(agent)}") if by_hand else outcome
 
 
 def _live(agent: NodeAgent, *, serves: bool) -> None:
@@ -268,21 +302,23 @@ def _live(agent: NodeAgent, *, serves: bool) -> None:
             agent.life = fence.latest(agent.life, agent.job, agent.run_dir.path)
 
 
-def _too_few(agent: NodeAgent, remedy: str, error: Exception, *, serves: bool) -> JobOutcome:
-    """The end of a job that lacks agents: SLURM's and a JobSet start again. Before a life others raise PP-E709."""
-    run, goes_on, store = agent.run_dir, agent.rendezvous.has_begun, agent.store
-    message = "not all hosts of the run came in time" + " (launch.shrink=requeue)" * goes_on
+def _too_few(
+    agent: NodeAgent, error: Exception | None, why: str = "", here: Sequence[str] = (), *, serves: bool
+) -> JobOutcome:
+    """The end of a job that lacks agents, where `why` is given because too few are `here`: SLURM's and a JobSet start
+    again. Before a life others raise PP-E709."""
+    run, goes_on = agent.run_dir, agent.rendezvous.has_begun
+    message = why or "not all hosts of the run came in time" + " (launch.shrink=requeue)" * goes_on
     if agent.in_slurm and serves:
-        keys = [f"{CAME}/{number + 1}" for number in range(min(store.plain.add(CAME, 0), 10_000))]
-        came = [store.get(key) for key in keys if store.plain.check([key])]  # who died may have written no name
-        absent, doubt = _absent(here := agent.rendezvous.here() if goes_on else came)
-        told = (goes_on and lives.why(run, [*here, *absent], here)) or message
+        here = here or (agent.rendezvous.here() if goes_on else _names(agent.store, CAME))
+        absent, doubt = _absent(here)
+        told = why or (goes_on and lives.why(run, [*here, *absent], here)) or message
         goes_on |= _requeue(run, agent, told + doubt, absent)
     if not goes_on:
-        raise TrainingError(Problem("PP-E709", message, remedy)) from error
+        raise TrainingError(Problem("PP-E709", message, _remedy(agent))) from error
     if agent.in_pod:
         return JobOutcome(GO_ON, "stopped", message)
-    return JobOutcome(STOPPED, "stopped", f"{message}; go on with: {remedy}")
+    return JobOutcome(STOPPED, "stopped", f"{message}; go on with: {_remedy(agent)}")
 
 
 def _in_pod(agent: NodeAgent, outcome: JobOutcome, told: list[str]) -> JobOutcome | None:

@@ -73,7 +73,7 @@ class NodeAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
         self.run_dir, self._plan, self._launch, self.job = shared.run, shared.plan, shared.config.launch, job
         self.rendezvous, self.store, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
-        self._address = address
+        self.address = address
         self._submitted, self.in_slurm = submitted, submitted and slurm_start() is not None
         if self.in_slurm and rendezvous.shrink == "wait":
             rendezvous.shrink = "requeue"
@@ -212,7 +212,7 @@ class NodeAgent(SimpleElasticAgent):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
 
     def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
-        (host, port), name, size = self._address, f"{self.job}.{number}", self._worker_group.spec.local_world_size
+        (host, port), name, size = self.address, f"{self.job}.{number}", self._worker_group.spec.local_world_size
         own = rank_variables(rank, local, size * self.rendezvous.settings.max_nodes, size)
         own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from lone_agents import Agent, agent_of, mark_of, store_of
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from ppctl.agent import job, lives
@@ -18,32 +17,8 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.launch.outcome import GO_ON
 from ppctl.launch.run_directory import with_value
-from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.rundir import RunDir
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run in the job 7, whose present start is its first."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    run = RunDir(tmp_path)
-    run.write_config(RunConfig())
-    (tmp_path / "life").write_text("7.0")
-    return run
-
-
-class Agent(SimpleNamespace):
-    """An agent without torch's loop."""
-
-    start, follow = NodeAgent.start, NodeAgent.follow
-
-
-def agent_of(run: RunDir, life: str = "") -> Any:
-    told = fence.variables(life, run.path)[fence.LIFE] if life else ""
-    before = lives.before(run, submitted=True)
-    return Agent(run_dir=run, life=told, before=before, job="j", asked=0, in_slurm=True, in_pod=False)
 
 
 def requeued(
@@ -55,11 +30,6 @@ def requeued(
     monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(f"{job} without {without}"))
     job._requeue(agent.run_dir, agent, "a node is gone", ["node-1"])
     return mark_of(agent.run_dir), jobs
-
-
-def mark_of(run: RunDir) -> str | None:
-    mark = run.path / "requeue.7.0"
-    return mark.read_text() if mark.exists() else None
 
 
 def test_before_the_first_life_and_without_a_script_the_agent_requeues(
@@ -207,15 +177,6 @@ def test_the_agent_that_has_the_store_ends_the_job_also_of_a_life_in_which_it_st
     assert fence.older(agent.life) is None
 
 
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The jobs that agents requeue; nobody waits."""
-    jobs: list[str] = []
-    monkeypatch.setattr(job.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(job))
-    return jobs
-
-
 @pytest.mark.parametrize("code", ["PP-E656", "PP-E708"])
 def test_a_first_host_that_is_lost_before_this_one_has_an_agent_is_left_out(
     run: RunDir, jobs: list[str], code: str, monkeypatch: pytest.MonkeyPatch
@@ -242,15 +203,6 @@ def test_a_signal_that_waits_for_an_agent_says_that_somebody_ends_the_job(run: R
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert (mark_of(run), jobs) == ("node-0\nno answer\n", [])
-
-
-def store_of(*hosts: str) -> SealedStore:
-    """The store of a job to which these hosts have come."""
-    store = SealedStore(HashStore(), b"secret", "start")
-    for number, name in enumerate(hosts, 1):
-        store.plain.add(CAME, 1)
-        store.set(f"{CAME}/{number}", name)
-    return store
 
 
 def no_meeting(agent: Any, begun: bool, here: list[str]) -> Any:
@@ -328,81 +280,3 @@ def test_others_have_time_to_plan_a_smaller_run_before_this_agent_requeues(
     monkeypatch.setattr(job.time, "sleep", slept.append)
     job._failed(TrainingError(Problem("PP-E656", "no answer")), str(run.path), "node-0", None)
     assert slept == [waits, 30] and jobs == ["7"]
-
-
-def begins(run: RunDir, monkeypatch: pytest.MonkeyPatch, index: int = 1) -> None:
-    """Prepare this process for `main` on the node `index` of two."""
-    for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "")
-    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "PPCTL_START"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(job.sys, "argv", ["job", "--submitted", str(run.path)])
-    place = f"{index:05}", str(run.path), "node-0", "1", "", *[str(run.path), "3"][: 0 if index else 2]
-    monkeypatch.setattr(job, "_of_job", lambda path: place)
-
-
-@pytest.mark.parametrize(("newest", "state"), [("7.0", "failed"), ("7.1", "running")])
-def test_an_agent_that_fails_before_it_has_the_store_ends_its_own_start_alone(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, newest: str, state: str
-) -> None:
-    def fails(*_: Any) -> None:
-        raise ConfigError(Problem("PP-E559", "the plan is no file"))
-
-    begins(run, monkeypatch, index=0)
-    monkeypatch.setattr(job, "_serve", fails)
-    run.write_status("running")
-    (run.path / "life").write_text(newest)
-    assert job.main() == 2
-    assert run.status()["state"] == state
-
-
-@pytest.mark.parametrize("where", ["in SLURM's job", "in a pod"])
-@pytest.mark.parametrize("served", [True, False])
-def test_a_run_directory_that_cannot_be_written_is_a_problem_and_no_traceback(
-    run: RunDir,
-    where: str,
-    served: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    """Pods meet anew, and the outcome that cannot be written either does not hide why."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device", str(run.path / "life"))
-
-    begins(run, monkeypatch, index=0 if served else 1)
-    if where == "in a pod":
-        monkeypatch.delenv("SLURM_JOB_ID")
-    agent = agent_of(run)
-    agent.rendezvous = SimpleNamespace(shutdown=lambda: None, farewell=lambda: None)
-    for name in ("_serve", "_join"):
-        monkeypatch.setattr(job, name, lambda *_: (None, None, ["a"]))
-    monkeypatch.setattr(job, "_agent", lambda *_, **__: agent)
-    monkeypatch.setattr(job, "_to_the_end", full)
-    monkeypatch.setattr(RunDir, "write_status", full)
-    assert job.main() == (GO_ON if where == "in a pod" else 2)
-    said = capsys.readouterr().err
-    assert "No space left on device" in said and ("PP-E610" in said) == (where != "in a pod")
-
-
-def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(
-    run: RunDir, jobs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first host is lost between two jobs of `launch.shrink=smaller`: the run's newest life is not `enter`'s."""
-    lives.begin(run, "j", 1, ["node-0", "node-1"], 3)
-    first, second = agent_of(run, "j.1"), agent_of(run)
-    second.rendezvous = SimpleNamespace(follow=lambda: None)
-    agents = iter([first, second])
-
-    def ends(agent: Any, *_: Any, **__: Any) -> None:
-        if agent is second:
-            raise TrainingError(Problem("PP-E656", "no answer"))
-
-    begins(run, monkeypatch)
-    monkeypatch.setattr(job, "_join", lambda *_: (None, None, ["a"]))
-    monkeypatch.setattr(job, "_agent", lambda *_, **__: next(agents))
-    monkeypatch.setattr(job, "_anew", lambda *_, **__: (None, ["b"]))
-    monkeypatch.setattr(job, "_to_the_end", ends)
-    assert job.main() == 1
-    assert (mark_of(run), jobs) == ("node-0\nno answer\n", ["7"])
