@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from ppctl.agent import lives
 from ppctl.agent.node import ASKS, NodeAgent
-from ppctl.agent.rendezvous import CAME, JOIN, LOST, NodeRendezvous
+from ppctl.agent.rendezvous import CAME, JOIN, LOST, NodeRendezvous, StandsStillError
 from ppctl.agent.smaller import complete, plan_smaller
 from ppctl.config.quantities import seconds
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted, visible
@@ -227,7 +227,10 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
             run.write_status("starting")
             publish_run(store, read_run(run.path))
             store.set(_JOB, [secrets.token_hex(4), *told[1:]])
+        until = time.monotonic() + (limit := 2 * LOST + seconds(agent.launch.start_limit))
         while (told := store.get(_JOB)) == known:
+            if time.monotonic() > until:
+                raise _gone(f", {agent.address[0]}, has planned nothing for {limit:g} s (launch.start_limit), and")
             time.sleep(1.0)
         entered = receive_run(store.plain, run.path)
     except RuntimeError as error:
@@ -281,6 +284,8 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
             return JobOutcome(left.code if isinstance(left.code, int) else 1, "interrupted")
     except RendezvousClosedError as closed:
         ended = not closed.args
+    except StandsStillError as error:
+        return _still(agent, error)
     except RendezvousTimeoutError as error:
         smaller = agent.rendezvous.has_begun and agent.rendezvous.shrink == "smaller"
         return None if smaller else _too_few(agent, error, serves=serves)
@@ -300,6 +305,14 @@ def _live(agent: NodeAgent, *, serves: bool) -> None:
     finally:
         if serves:  # nobody goes on in its store without it, also where it stood by
             agent.life = fence.latest(agent.life, agent.job, agent.run_dir.path)
+
+
+def _still(agent: NodeAgent, error: StandsStillError) -> JobOutcome:
+    """The end of a job one of whose agents does not go on: SLURM's starts again without its host, pods meet anew.
+    Raises TrainingError (PP-E709)."""
+    if not (agent.in_pod or (agent.in_slurm and _requeue(agent.run_dir, agent, str(error), [error.host]))):
+        raise TrainingError(Problem("PP-E709", str(error), _remedy(agent))) from error
+    return JobOutcome(GO_ON if agent.in_pod else STOPPED, "stopped", str(error))
 
 
 def _too_few(

@@ -31,7 +31,8 @@ from torch.distributed.elastic.agent.server.api import WorkerState as State
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ppctl.agent import lives
-from ppctl.agent.rendezvous import LOST, NodeRendezvous
+from ppctl.agent.rendezvous import LOST, NodeRendezvous, StandsStillError
+from ppctl.config.quantities import seconds
 from ppctl.errors import Problem, visible
 from ppctl.hang.progress import time_to_leave
 from ppctl.host.processes import HANDED_OVER
@@ -71,7 +72,7 @@ class NodeAgent(SimpleElasticAgent):
         size, most = shared.plan.sizes.world // rendezvous.settings.max_nodes, sys.maxsize  # `lives.begin` counts
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
-        self.run_dir, self._plan, self._launch, self.job = shared.run, shared.plan, shared.config.launch, job
+        self.run_dir, self._plan, self.launch, self.job = shared.run, shared.plan, shared.config.launch, job
         self.rendezvous, self.store, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
         self.address = address
         self._submitted, self.in_slurm = submitted, submitted and slurm_start() is not None
@@ -80,7 +81,7 @@ class NodeAgent(SimpleElasticAgent):
         self.in_pod = submitted and not self.in_slurm
         rendezvous.nobody_comes, rendezvous.all_come = self.in_slurm, self.in_pod
         self._ranks: list[Standby] = []
-        self._environment, self._next_look = default_variables() | dict(os.environ) | self._launch.env, math.inf
+        self._environment, self._next_look = default_variables() | dict(os.environ) | self.launch.env, math.inf
         self._output: Thread | None = None
         for number in ASKS:
             signal.signal(number, self._on_signal)
@@ -171,31 +172,36 @@ class NodeAgent(SimpleElasticAgent):
 
     def _begin(self, group: WorkerGroup) -> int:
         """The number of the life that all agents of this rendezvous begin together; 0 if one of them has gone. Raises
-        RendezvousClosedError if another life is not worth it."""
+        RendezvousClosedError if another life is not worth it, and StandsStillError."""
         store = copy(self.store)
         store.plain = cast(Any, group.store)  # of this rendezvous alone
         store.set(f"node/{group.group_rank}", host_name())
         if group.group_rank == 0:
-            nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
+            nodes = [self._value(store, f"node/{each}", each) for each in range(group.group_world_size or 0)]
             if None not in nodes:
                 number = self.store.plain.add("ppctl/lives", 1)
                 self.life = fence.latest(self.life, self.job, self.run_dir.path)
                 over = fence.older(self.start) is not None  # the run goes on elsewhere
-                why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self._launch.max_restarts)
+                why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self.launch.max_restarts)
                 store.set("life", -1 if why is None else number)
                 if why:
                     told = f"note: start {number} on {', '.join(nodes)}: {why}"
                     print(visible(told), file=sys.stderr, flush=True)
-        number = self._value(store, "life") or 0
+        number = self._value(store, "life", 0, more=2.0) or 0  # the first waits for others' names before
         if number < 0:
             raise RendezvousClosedError("failed")
         return int(number)
 
-    def _value(self, store: SealedStore, key: str) -> Any:
-        """The value once it is there; None if an agent has gone. Never waits in the store: signs of life go there."""
+    def _value(self, store: SealedStore, key: str, group_rank: int, more: float = 1.0) -> Any:
+        """The value of this agent once it is there; None if an agent has gone. Never waits in the store: signs of life
+        go there. Raises StandsStillError after `more` times `launch.start_limit`."""
+        limit = more * seconds(self.launch.start_limit)
+        until = time.monotonic() + limit
         while not store.plain.check([key]):
             if self.rendezvous.num_nodes_waiting():
                 return None
+            if time.monotonic() > until:
+                raise StandsStillError(self.rendezvous.host_of(group_rank), limit)
             time.sleep(_LOOK)
         return store.get(key)
 

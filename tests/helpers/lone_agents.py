@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 from ppctl.agent import lives
 from ppctl.agent.node import NodeAgent
 from ppctl.agent.rendezvous import CAME
+from ppctl.config.schema import RunConfig
 from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.rundir import RunDir
@@ -25,7 +26,7 @@ def agent_of(run: RunDir, life: str = "") -> Any:
     told = fence.variables(life, run.path)[fence.LIFE] if life else ""
     before = lives.before(run, submitted=True)
     own = {"job": "j", "asked": 0, "in_slurm": True, "in_pod": False, "address": ("node-0", 29500)}
-    return Agent(run_dir=run, life=told, before=before, **own)
+    return Agent(run_dir=run, life=told, before=before, launch=RunConfig().launch, **own)
 
 
 def mark_of(run: RunDir) -> str | None:

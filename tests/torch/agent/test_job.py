@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 from lone_agents import agent_of, mark_of, store_of
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from ppctl.agent import job, lives
+from ppctl.agent.node import NodeAgent
+from ppctl.agent.rendezvous import NodeRendezvous
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.launch.outcome import GO_ON
+from ppctl.launch.run_directory import with_value
+from ppctl.reach.store import SealedStore
 from ppctl.runs.rundir import RunDir
 
 
@@ -56,6 +62,44 @@ def test_a_job_starts_again_rather_than_on_less_than_half_of_its_hosts(
     doubt = "; 3 of 4 nodes are missing: whether they or"
     blamed = f"node-3\n{why}" if least > left else f"\n{why}{doubt}"
     assert (mark_of(run) or "").startswith(blamed if jobs else "") and bool(jobs) == (not goes_on and agent.in_slurm)
+
+
+def still(run: RunDir) -> tuple[Any, SealedStore]:
+    """An agent of two whose first one lives and does nothing, and the store of their rendezvous."""
+    agent, store = agent_of(run), store_of()
+    places = {_NodeDesc("0 node-0", 1, 0): 0, _NodeDesc("1 node-1", 2, 0): 1}
+    agent.rendezvous = SimpleNamespace(
+        num_nodes_waiting=lambda: 0, _state_holder=SimpleNamespace(state=SimpleNamespace(participants=places))
+    )
+    agent.rendezvous.host_of = lambda place: NodeRendezvous.host_of(agent.rendezvous, place)
+    agent.launch = with_value(RunConfig(), "launch", start_limit="1s").launch
+    return agent, store
+
+
+@pytest.mark.parametrize("where", ["in SLURM's job", "in a pod", "by hand"])
+def test_an_agent_that_lives_and_does_not_go_on_is_not_waited_for(run: RunDir, jobs: list[str], where: str) -> None:
+    """Its main thread stands in the file system, and its signs of life come from another."""
+    agent, store = still(run)
+    agent.in_slurm, agent.in_pod = where == "in SLURM's job", where == "in a pod"
+    agent.run = lambda: NodeAgent._value(agent, store, "life", 0)
+    agent.store = store
+    if where == "by hand":
+        with pytest.raises(TrainingError, match="PP-E709: the agent on node-0 lives"):
+            job._to_the_end(agent, "node-0", "29500", [], serves=False)
+    else:
+        outcome = job._to_the_end(agent, "node-0", "29500", [], serves=False)
+        assert outcome is not None and outcome.exit_code == (GO_ON if agent.in_pod else 75)
+    assert (mark_of(run) or "").startswith("node-0\nthe agent on node-0 lives" if agent.in_slurm else "")
+    assert bool(jobs) == agent.in_slurm
+
+
+def test_a_first_agent_that_plans_for_ever_is_not_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, agent.store = still(run)
+    agent.store.set("ppctl/job", ["j"])
+    monkeypatch.setattr(job, "LOST", 0.1)
+    monkeypatch.setattr(job.time, "sleep", lambda _: None)
+    with pytest.raises(TrainingError, match="PP-E656: the host of the rendezvous, node-0, has planned nothing for"):
+        job._anew(agent, ["j"], serves=False)
 
 
 def begins(run: RunDir, monkeypatch: pytest.MonkeyPatch, index: int = 1) -> None:

@@ -103,8 +103,8 @@ def begun(run: RunDir, job: str, life: str, number: int, before: str = "") -> st
     said: dict[str, Any] = {}
     store = SimpleNamespace(plain=SimpleNamespace(add=lambda name, more: number), set=said.__setitem__)
     told = fence.variables(life, run.path)[fence.LIFE] if life else ""
-    agent = Agent(store=store, life=told, before=before, run_dir=run, job=job, _launch=RunConfig().launch)
-    agent._value = lambda store, key: said[key]
+    agent = Agent(store=store, life=told, before=before, run_dir=run, job=job, launch=RunConfig().launch)
+    agent._value = lambda store, key, *_, **__: said[key]
     group: Any = SimpleNamespace(group_rank=0, group_world_size=1, store=store.plain)
     said["node/0"] = "node-0"
     NodeAgent._begin(agent, group)  # type: ignore[arg-type]
