@@ -41,7 +41,7 @@ from ppctl.launch.machine import shortage
 from ppctl.launch.outcome import DONE, FINAL, GO_ON, STOPPED, TERMINATED, JobOutcome
 from ppctl.rank.own_process import raise_file_limit
 from ppctl.rank.rendezvous import SharedRun, publish_run, read_run, receive_run, sealed
-from ppctl.reach.store import SealedStore, limit_answers, listen_as, unproved
+from ppctl.reach.store import SealedStore, join, limit_answers, listen_as, unproved
 from ppctl.records.run_records import ASKED_WORDS
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
@@ -168,7 +168,7 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
         told = f"waiting for the first host at {host}:{port}; steps are printed there"
         print(f"note: {host_name()}: {told}", file=sys.stderr)
     try:
-        plain = TCPStore(host, port, None, False, JOIN, False)
+        plain = join(host, port, None, JOIN)
         limit_answers(port, _ANSWER)
         entered = receive_run(plain, Path(run) if run else None)
         assert not isinstance(entered, int)  # no agent refuses a run there
