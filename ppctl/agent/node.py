@@ -37,7 +37,7 @@ from ppctl.errors import Problem, visible
 from ppctl.hang.progress import time_to_leave
 from ppctl.host.processes import HANDED_OVER
 from ppctl.launch.environment import default_variables, rank_variables
-from ppctl.launch.outcome import FINAL, Exit, failures
+from ppctl.launch.outcome import FINAL, INTERRUPTED, Exit, failures
 from ppctl.launch.process import LAST_LINES, Standby, copy_lines, writer_to
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.store import SealedStore
@@ -231,7 +231,8 @@ class NodeAgent(SimpleElasticAgent):
         # SLURM tells all agents and all ranks, and some twice; its patience and a cluster's have an end of their own.
         stays = self._submitted and (alive or self.in_slurm)
         if not stays and (not alive or self.asked):
-            raise SystemExit(128 + number)
+            by_hand = not self._submitted and number != signal.SIGTERM
+            raise SystemExit(INTERRUPTED if by_hand else 128 + number)  # as `ppctl train`
         self.asked = number if number == signal.SIGTERM and not alive else self.asked or number
         if number == signal.SIGINT:
             print("\nsaving after this step, then stopping; Ctrl-C once more ends at once", file=sys.stderr)

@@ -102,6 +102,17 @@ def test_a_first_agent_that_plans_for_ever_is_not_waited_for(run: RunDir, monkey
         job._anew(agent, ["j"], serves=False)
 
 
+@pytest.mark.parametrize(("number", "code"), [(1, 130), (2, 130), (10, 130), (15, 143)])
+def test_a_second_signal_by_hand_ends_with_the_exit_code_that_ppctl_train_has(
+    run: RunDir, number: int, code: int
+) -> None:
+    agent = agent_of(run)
+    agent._ranks, agent._submitted, agent.asked, agent.in_slurm = [], False, 2, False
+    with pytest.raises(SystemExit) as left:
+        NodeAgent._on_signal(agent, number, None)
+    assert left.value.code == code
+
+
 def begins(run: RunDir, monkeypatch: pytest.MonkeyPatch, index: int = 1) -> None:
     """Prepare this process for `main` on the node `index` of two."""
     for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
