@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import sys
 import time
@@ -107,13 +108,13 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Begin the life and start the ranks; none if an agent has gone. Raises RendezvousClosedError."""
         self._ranks, run = [], self.run_dir
-        number = self._begin(worker_group)
-        for worker in worker_group.workers if number else ():
+        start = self._begin(worker_group)
+        for worker in worker_group.workers if start else ():
             rank = worker.global_rank
             self._prepare(1)
             self._ranks.append(self._standbys.pop(0))
             arguments = ["--join"] if rank else ["--publish", str(run.path)]
-            self._ranks[-1].become(rank, arguments, self._variables(number, rank, worker.local_rank), run.log(rank))
+            self._ranks[-1].become(rank, arguments, self._variables(start, rank, worker.local_rank), run.log(rank))
         self._ask(self._ranks)
         self._next_look = time.monotonic() + _LOOK_LOADED
         if self._ranks and self._ranks[0].stdout is not None:
@@ -170,36 +171,37 @@ class NodeAgent(SimpleElasticAgent):
 
     # One life
 
-    def _begin(self, group: WorkerGroup) -> int:
-        """The number of the life that all agents of this rendezvous begin together; 0 if one of them has gone. Raises
-        RendezvousClosedError if another life is not worth it, and StandsStillError."""
+    def _begin(self, group: WorkerGroup) -> str:
+        """The life that all agents of this rendezvous begin together, its number and a word that is drawn; empty if one
+        of them has gone. Raises RendezvousClosedError if another life is not worth it, and StandsStillError."""
         store = copy(self.store)
         store.plain = cast(Any, group.store)  # of this rendezvous alone
         store.set(f"node/{group.group_rank}", host_name())
         if group.group_rank == 0:
             nodes = [self._value(store, f"node/{each}", each) for each in range(group.group_world_size or 0)]
-            if None not in nodes:
-                number = self.store.plain.add("ppctl/lives", 1)
+            if "" not in nodes:
+                number, word = self.store.plain.add("ppctl/lives", 1), f"-{secrets.token_hex(4)}"
                 self.life = fence.latest(self.life, self.job, self.run_dir.path)
                 over = fence.older(self.start) is not None  # the run goes on elsewhere
-                why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self.launch.max_restarts)
-                store.set("life", -1 if why is None else number)
+                most = self.launch.max_restarts
+                why = None if over else lives.begin(self.run_dir, self.job, number, nodes, most, word)
+                store.set("life", None if why is None else f"{number}{word}")
                 if why:
                     told = f"note: start {number} on {', '.join(nodes)}: {why}"
                     print(visible(told), file=sys.stderr, flush=True)
-        number = self._value(store, "life", 0, more=2.0) or 0  # the first waits for others' names before
-        if number < 0:
+        start = self._value(store, "life", 0, more=2.0)  # the first waits for others' names before
+        if start is None:
             raise RendezvousClosedError("failed")
-        return int(number)
+        return str(start)
 
     def _value(self, store: SealedStore, key: str, group_rank: int, more: float = 1.0) -> Any:
-        """The value of this agent once it is there; None if an agent has gone. Never waits in the store: signs of life
+        """The value of this agent once it is there; empty if an agent has gone. Never waits in the store: signs of life
         go there. Raises StandsStillError after `more` times `launch.start_limit`."""
         limit = more * seconds(self.launch.start_limit)
         until = time.monotonic() + limit
         while not store.plain.check([key]):
             if self.rendezvous.num_nodes_waiting():
-                return None
+                return ""
             if time.monotonic() > until:
                 raise StandsStillError(self.rendezvous.host_of(group_rank), limit)
             time.sleep(_LOOK)
@@ -217,10 +219,10 @@ class NodeAgent(SimpleElasticAgent):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
 
-    def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
-        (host, port), name, size = self.address, f"{self.job}.{number}", self._worker_group.spec.local_world_size
+    def _variables(self, start: str, rank: int, local: int) -> Mapping[str, str]:
+        (host, port), name, size = self.address, f"{self.job}.{start}", self._worker_group.spec.local_world_size
         own = rank_variables(rank, local, size * self.rendezvous.settings.max_nodes, size)
-        own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
+        own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": start}
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         own |= {SECRET: self.store.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
         self.life = own[fence.LIFE]

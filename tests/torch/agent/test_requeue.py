@@ -129,12 +129,18 @@ def test_an_agent_that_stood_still_before_its_first_life_takes_no_run_back(
     if where == "in a new run":
         (run.path / "life").unlink()
     before = lives.before(run, submitted=True)
-    assert begun(run, "mine", "", 1, before) == "mine.1"
+    assert begun(run, "mine", "", 1, before).startswith("mine.1-")
     (run.path / "life").write_text("7.1")  # the start of whoever went on meanwhile
     (run.path / "result.json").write_text("{}")
     with pytest.raises(job.RendezvousClosedError):
         begun(run, "mine", "", 1, before)
     assert (run.path / "life").read_text() == "7.1" and (run.path / "result.json").exists()
+
+
+def test_a_count_that_a_stranger_takes_back_gives_no_life_the_name_of_an_earlier_one(run: RunDir) -> None:
+    before = lives.before(run, submitted=True)
+    first = begun(run, "j", "", 1, before)
+    assert begun(run, "j", first, 1) != first
 
 
 def test_an_agent_of_the_next_job_in_the_same_store_has_the_life_and_the_request_of_the_one_before(
@@ -157,7 +163,7 @@ def test_an_agent_that_stood_by_in_a_life_of_its_job_begins_the_next_one(run: Ru
     """A spare had taken its place, and dies in turn."""
     lives.begin(run, before, 1, ["node-0"], 3)
     lives.begin(run, "j", 2, ["node-1"], 3)
-    assert begun(run, "j", f"{before}.1", 3) == "j.3"
+    assert begun(run, "j", f"{before}.1", 3).startswith("j.3-")
 
 
 def test_the_agent_that_has_the_store_ends_the_job_also_of_a_life_in_which_it_stood_by(run: RunDir) -> None:
@@ -277,6 +283,6 @@ def test_others_have_time_to_plan_a_smaller_run_before_this_agent_requeues(
 ) -> None:
     config, slept = RunConfig(), list[float]()
     run.write_config(with_value(config, "launch", shrink=shrink))
-    monkeypatch.setattr(job.time, "sleep", slept.append)
+    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))  # threads of other tests sleep as well
     job._failed(TrainingError(Problem("PP-E656", "no answer")), str(run.path), "node-0", None)
     assert slept == [waits, 30] and jobs == ["7"]
