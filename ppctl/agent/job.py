@@ -17,7 +17,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from ppctl.agent import lives
 from ppctl.agent.node import ASKS, NodeAgent
-from ppctl.agent.rendezvous import CAME, JOIN, LOST, NodeRendezvous
+from ppctl.agent.rendezvous import CAME, JOIN, LOST, NodeRendezvous, StandsStillError
 from ppctl.agent.smaller import complete, plan_smaller
 from ppctl.config.quantities import seconds
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted, visible
@@ -40,7 +41,7 @@ from ppctl.launch.machine import shortage
 from ppctl.launch.outcome import DONE, FINAL, GO_ON, STOPPED, TERMINATED, JobOutcome
 from ppctl.rank.own_process import raise_file_limit
 from ppctl.rank.rendezvous import SharedRun, publish_run, read_run, receive_run, sealed
-from ppctl.reach.store import SealedStore, limit_answers, listen_as, unproved
+from ppctl.reach.store import SealedStore, join, limit_answers, listen_as, unproved
 from ppctl.records.run_records import ASKED_WORDS
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
@@ -57,7 +58,7 @@ _SCRIPT = 30
 
 def main() -> int:
     """Run this host's agent to the end of the job; returns the exit code."""
-    submitted, agent, run, host, served = sys.argv[1] == "--submitted", None, "", "", list[str]()
+    submitted, agent, run, host, before, served = sys.argv[1] == "--submitted", None, "", "", "", list[str]()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it may have ranks it ends at once, also inside a wait in C++
     if not submitted:  # where a request to save is kept until the agent listens
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
@@ -70,39 +71,54 @@ def main() -> int:
         # The host of the store comes first in the order of names: rank 0's lines stay on its terminal.
         by_hand = "1" if len(sys.argv) == 4 else "0", "", *sys.argv[1:]
         index, run, host, port, typed, *served = _of_job(sys.argv[2]) if submitted else by_hand
+        before = lives.before(RunDir(Path(own)), submitted=submitted) if (own := run or "".join(served[:1])) else ""
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "", "PPCTL_START": ""}  # what `sealed` proves
         store, shared, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed, run)
         address, name = (host, int(port)), f"{index} {host_name()}"
         agent = _agent(shared, told[0], address, store, name, submitted=submitted)
+        agent.before = before or lives.before(agent.run_dir, submitted=submitted)
         while (outcome := _to_the_end(agent, host, port, told, serves=bool(served))) is None:
-            (shared, told), life = _anew(agent, told, serves=bool(served)), agent.life
+            if isinstance(found := _anew(last := agent, told, serves=bool(served)), JobOutcome):
+                outcome = found
+                break
+            shared, told = found
             agent = _agent(shared, told[0], address, store, name, submitted=submitted)
-            agent.life = life  # until it begins one
-            agent.rendezvous.follow()
+            agent.follow(last)
         if outcome.report and not agent.in_slurm:  # there the script says it
             print(visible(outcome.report), file=sys.stderr)
-    except PpctlError as error:
+    except (PpctlError, OSError) as error:
         outcome = _failed(error, run, host_name() if served else host, agent)
-        if agent is None or not submitted:
+        if agent is None or not submitted or outcome.exit_code == GO_ON:
             # Else the others would have the job start again. One of an older start has no say.
-            if agent is None and served and not (submitted and fence.older(_start(RunDir(Path(run)), None))):
-                outcome.write(RunDir(Path(served[0])), ())
+            if agent is None and served and outcome.exit_code != GO_ON:
+                _write(outcome, RunDir(Path(served[0])), before)
             return outcome.exit_code
         if served:
             agent.rendezvous.shutdown()
     if served:
-        if fence.older(_start(agent.run_dir, agent)) is None:
-            outcome.write(agent.run_dir, ())
+        _write(outcome, agent.run_dir, agent.start)
         agent.rendezvous.farewell()
     return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
 
 
-def _failed(error: PpctlError, run: str, host: str, agent: NodeAgent | None) -> JobOutcome:
-    """Tell of an error that ends this agent. SLURM's job (of the `run`) starts again if its first `host` is lost."""
-    problem, in_slurm = error.problems[0], slurm_start() is not None
+def _write(outcome: JobOutcome, run: RunDir, start: str) -> None:
+    if fence.older(start) is None:
+        with suppress(OSError):  # on a full disk: this process has said it
+            outcome.write(run, ())
+
+
+def _failed(error: PpctlError | OSError, run: str, host: str, agent: NodeAgent | None) -> JobOutcome:
+    """Tell of an error that ends this agent. SLURM's job (of the `run`) starts again if its first `host` is lost, and
+    pods meet anew also where the file system has failed."""
+    in_slurm, passes = slurm_start() is not None, isinstance(error, OSError)
+    if isinstance(error, OSError):
+        place = str(agent.run_dir.path) if agent else run or "."
+        message = f"{host_name()} cannot go on with the run directory {place}: {error}"
+        error = ConfigError(Problem("PP-E610", message, f"df -h {pasted(place)}", place))
+    problem = error.problems[0]
     gone = run and problem.code in _GONE
-    if gone and not in_slurm:
-        print(f"note: {problem.message}; all meet anew when it is back", file=sys.stderr)
+    if run and not in_slurm and (gone or passes):
+        print(visible(f"note: {problem.message}; all meet anew when it is back"), file=sys.stderr)
         return JobOutcome(GO_ON, "stopped")
     print("\n".join(f"error {each}" for each in error.problems), file=sys.stderr)
     if gone:  # if it is this agent that is lost, the others requeue or begin a life, which they may have to plan first
@@ -152,7 +168,7 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
         told = f"waiting for the first host at {host}:{port}; steps are printed there"
         print(f"note: {host_name()}: {told}", file=sys.stderr)
     try:
-        plain = TCPStore(host, port, None, False, JOIN, False)
+        plain = join(host, port, None, JOIN)
         limit_answers(port, _ANSWER)
         entered = receive_run(plain, Path(run) if run else None)
         assert not isinstance(entered, int)  # no agent refuses a run there
@@ -193,23 +209,28 @@ def _agent(
     return NodeAgent(shared, job, address, store, rendezvous, submitted=submitted)
 
 
-def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]]:
+def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]] | JobOutcome:
     """The run and the job with which all agents that are left go on. If one is missing the first plans it on fewer
-    once all have noticed. Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
+    once all have noticed; the outcome if the job starts again instead. Raises ConfigError (PP-E230), TrainingError
+    (PP-E656)."""
     run, store, left, known = agent.run_dir, agent.store, f"ppctl/left/{told[0]}", told
     agent.rendezvous.nobody_comes = False  # else each further look tells again that some are missing
     try:
-        store.plain.add(left, 1)
+        store.set(f"{left}/{store.plain.add(left, 1)}", host_name())
         if serves:
-            if older := fence.older(_start(run, agent)):
-                raise TrainingError(older)
             if not agent.rendezvous.is_closed():  # else the job has ended in good order
                 time.sleep(2 * LOST)
-                plan_smaller(run, store.plain.add(left, 0))
+                if why := _plan_smaller(agent, here := _names(store, left)):
+                    return _too_few(agent, None, why, here, serves=True)
+            if older := fence.older(agent.start):
+                raise TrainingError(older)
             run.write_status("starting")
             publish_run(store, read_run(run.path))
             store.set(_JOB, [secrets.token_hex(4), *told[1:]])
+        until = time.monotonic() + (limit := 2 * LOST + seconds(agent.launch.start_limit))
         while (told := store.get(_JOB)) == known:
+            if time.monotonic() > until:
+                raise _gone(f", {agent.address[0]}, has planned nothing for {limit:g} s (launch.start_limit), and")
             time.sleep(1.0)
         entered = receive_run(store.plain, run.path)
     except RuntimeError as error:
@@ -218,12 +239,41 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
     return entered[0], told
 
 
+def _plan_smaller(agent: NodeAgent, here: Sequence[str]) -> str:
+    """Plan the run on the hosts that are `here`. In a job, whose next start has all nodes again, returns why that is
+    better. Raises ConfigError (PP-E230)."""
+    nodes, submitted = agent.rendezvous.settings.max_nodes, agent.in_slurm or agent.in_pod
+    if submitted and nodes > 2 and 2 * len(here) <= nodes:  # or this one stood still, and the others are well
+        return f"only {len(here)} of {nodes} hosts are here"
+    try:
+        plan_smaller(agent.run_dir, len(here), agent.start)
+    except ConfigError as error:
+        problem = error.problems[0]
+        if problem.code != "PP-E230":
+            raise
+        if submitted:
+            return problem.message
+        raise ConfigError(replace(problem, remedy=_remedy(agent))) from error
+    return ""
+
+
+def _names(store: SealedStore, key: str) -> list[str]:
+    """The hosts of agents that have counted themselves under `key` and written their names there: a count alone proves
+    nothing, and who died may have written no name."""
+    keys = [f"{key}/{number + 1}" for number in range(min(store.plain.add(key, 0), 10_000))]
+    return [store.get(each) for each in keys if store.plain.check([each])]
+
+
+def _remedy(agent: NodeAgent) -> str:
+    (host, port), run = agent.address, pasted(agent.run_dir.path)
+    return f"ppctl requeue {run}" if agent.in_slurm else f"ppctl node --rendezvous {host}:{port} --resume {run}"
+
+
 def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serves: bool) -> JobOutcome | None:
     """Run the agent; how the job ended, by the run directory, and None if those that are left begin another. Raises
     TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job starts
     again without lost nodes, also before its first life."""
     run, ended = agent.run_dir, True
-    remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
     try:
         agent.store.set(f"{CAME}/{agent.store.plain.add(CAME, 1)}", host_name())
         _live(agent, serves=serves)
@@ -234,17 +284,19 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
             return JobOutcome(left.code if isinstance(left.code, int) else 1, "interrupted")
     except RendezvousClosedError as closed:
         ended = not closed.args
+    except StandsStillError as error:
+        return _still(agent, error)
     except RendezvousTimeoutError as error:
         smaller = agent.rendezvous.has_begun and agent.rendezvous.shrink == "smaller"
-        return None if smaller else _too_few(agent, remedy, error, serves=serves)
+        return None if smaller else _too_few(agent, error, serves=serves)
     except (RendezvousError, RuntimeError) as error:
-        raise _gone(f", {host}:{port},", remedy) from error
+        raise _gone(f", {host}:{port},", _remedy(agent)) from error
     agent.rendezvous.shutdown()
     outcome = job_outcome(run, 1, ended=ended)
     if agent.in_pod:
         return _in_pod(agent, outcome, told)
     by_hand = outcome.exit_code == STOPPED and not agent.in_slurm
-    return replace(outcome, report=f"go on with: {remedy}") if by_hand else outcome
+    return replace(outcome, report=f"go on with: {_remedy(agent)}") if by_hand else outcome
 
 
 def _live(agent: NodeAgent, *, serves: bool) -> None:
@@ -255,21 +307,31 @@ def _live(agent: NodeAgent, *, serves: bool) -> None:
             agent.life = fence.latest(agent.life, agent.job, agent.run_dir.path)
 
 
-def _too_few(agent: NodeAgent, remedy: str, error: Exception, *, serves: bool) -> JobOutcome:
-    """The end of a job that lacks agents: SLURM's and a JobSet start again. Before a life others raise PP-E709."""
-    run, goes_on, store = agent.run_dir, agent.rendezvous.has_begun, agent.store
-    message = "not all hosts of the run came in time" + " (launch.shrink=requeue)" * goes_on
+def _still(agent: NodeAgent, error: StandsStillError) -> JobOutcome:
+    """The end of a job one of whose agents does not go on: SLURM's starts again without its host, pods meet anew.
+    Raises TrainingError (PP-E709)."""
+    if not (agent.in_pod or (agent.in_slurm and _requeue(agent.run_dir, agent, str(error), [error.host]))):
+        raise TrainingError(Problem("PP-E709", str(error), _remedy(agent))) from error
+    return JobOutcome(GO_ON if agent.in_pod else STOPPED, "stopped", str(error))
+
+
+def _too_few(
+    agent: NodeAgent, error: Exception | None, why: str = "", here: Sequence[str] = (), *, serves: bool
+) -> JobOutcome:
+    """The end of a job that lacks agents, where `why` is given because too few are `here`: SLURM's and a JobSet start
+    again. Before a life others raise PP-E709."""
+    run, goes_on = agent.run_dir, agent.rendezvous.has_begun
+    message = why or "not all hosts of the run came in time" + " (launch.shrink=requeue)" * goes_on
     if agent.in_slurm and serves:
-        keys = [f"{CAME}/{number + 1}" for number in range(min(store.plain.add(CAME, 0), 10_000))]
-        came = [store.get(key) for key in keys if store.plain.check([key])]  # who died may have written no name
-        absent, doubt = _absent(here := agent.rendezvous.here() if goes_on else came)
-        told = (goes_on and lives.why(run, [*here, *absent], here)) or message
+        here = here or (agent.rendezvous.here() if goes_on else _names(agent.store, CAME))
+        absent, doubt = _absent(here)
+        told = why or (goes_on and lives.why(run, [*here, *absent], here)) or message
         goes_on |= _requeue(run, agent, told + doubt, absent)
     if not goes_on:
-        raise TrainingError(Problem("PP-E709", message, remedy)) from error
+        raise TrainingError(Problem("PP-E709", message, _remedy(agent))) from error
     if agent.in_pod:
         return JobOutcome(GO_ON, "stopped", message)
-    return JobOutcome(STOPPED, "stopped", f"{message}; go on with: {remedy}")
+    return JobOutcome(STOPPED, "stopped", f"{message}; go on with: {_remedy(agent)}")
 
 
 def _in_pod(agent: NodeAgent, outcome: JobOutcome, told: list[str]) -> JobOutcome | None:
@@ -302,23 +364,17 @@ def _absent(here: Iterable[str]) -> tuple[list[str], str]:
     return [], f"; {len(gone)} of {len(nodes)} nodes are missing: {doubt}"
 
 
-def _start(run: RunDir, agent: NodeAgent | None) -> str:
-    """The start that `fence.older` compares: the agent's life, and before its first in SLURM's job that of `enter`."""
-    before = slurm_start() if agent is None or agent.in_slurm else None
-    return (agent and agent.life) or (fence.variables(before, run.path)[fence.LIFE] if before else "")
-
-
 def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> bool:
     """Have SLURM's job start again; False if its run is over or goes on without this process, which may have no agent
     yet. The script does it when it sees the mark; if the script's node is the one that is lost, this process does."""
     start = slurm_start()
     status, finished = run.status(), run.result().get("state") == "finished"
     over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
-    if start is None or over or fence.older(life := _start(run, agent)):
+    if start is None or over or fence.older(life := agent.start if agent else lives.before(run, submitted=True)):
         return False
     if run.requeue_mark(start) is None:
         run.write_requeue_mark(start, why, without)
-    if agent is not None:
+    if agent is not None and agent.asked != signal.SIGTERM:  # by then ranks may have followed a request to save
         agent.asked = 0
     time.sleep(_SCRIPT + int(os.environ.get("SLURM_NODEID", 0)))  # one after the other: the first ends all
     # A signal meanwhile: the script lives and has decided, or somebody ends the job.

@@ -10,14 +10,23 @@ from typing import Any
 
 from ppctl.launch.enter import go_on
 from ppctl.launch.outcome import failures
-from ppctl.runs import run_starts
+from ppctl.runs import fence, run_starts
+from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
 
 
-def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int) -> str | None:
-    """Prepare the run directory for life `number` of this job on `nodes`, while no rank lives, and record it. Returns
-    why it is needed, empty for the first; None if more than `most` lives in a row have done no step that was new."""
-    environment, name = run.environment(), f"{job}.{number}"
+def before(run: RunDir, *, submitted: bool) -> str:
+    """What an agent compares with the run's newest start before its first life: in SLURM's job the start that `enter`
+    wrote, elsewhere the newest one as it is now."""
+    entered = slurm_start() if submitted else None
+    return fence.variables(entered, run.path)[fence.LIFE] if entered else fence.newest(run.path)
+
+
+def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int, word: str = "") -> str | None:
+    """Prepare the run directory for life `number` of this job on `nodes`, while no rank lives, and record it. Its name
+    ends with `word`: anybody may change the store's count. Returns why it is needed, empty for the first; None if more
+    than `most` lives in a row have done no step that was new."""
+    environment, name = run.environment(), f"{job}.{number}{word}"
     before = environment.get("starts", [])
     done = [life["step"] for life in before] + [each["step"] for each in run.metrics_file(last=1).read()]
     told = why(run, before[-1]["nodes"], nodes) if before else ""

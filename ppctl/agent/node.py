@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import sys
 import time
@@ -31,12 +32,13 @@ from torch.distributed.elastic.agent.server.api import WorkerState as State
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ppctl.agent import lives
-from ppctl.agent.rendezvous import LOST, NodeRendezvous
+from ppctl.agent.rendezvous import LOST, NodeRendezvous, StandsStillError
+from ppctl.config.quantities import seconds
 from ppctl.errors import Problem, visible
 from ppctl.hang.progress import time_to_leave
 from ppctl.host.processes import HANDED_OVER
 from ppctl.launch.environment import default_variables, rank_variables
-from ppctl.launch.outcome import FINAL, Exit, failures
+from ppctl.launch.outcome import FINAL, INTERRUPTED, Exit, failures
 from ppctl.launch.process import LAST_LINES, Standby, copy_lines, writer_to
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.store import SealedStore
@@ -55,6 +57,7 @@ class NodeAgent(SimpleElasticAgent):
     store, which proves by the run's secret. Make it, and call `run`, in the main thread: that raises
     RendezvousClosedError when the job ends early, and SystemExit if this agent leaves alone."""
 
+    before = ""  # `lives.before`, as this process began
     _standbys: ClassVar[list[Standby]] = []  # of this process, in which one agent may follow another
 
     def __init__(
@@ -70,19 +73,31 @@ class NodeAgent(SimpleElasticAgent):
         size, most = shared.plan.sizes.world // rendezvous.settings.max_nodes, sys.maxsize  # `lives.begin` counts
         spec = WorkerSpec("rank", size, rendezvous, entrypoint="ppctl", max_restarts=most, monitor_interval=_LOOK)
         super().__init__(spec, exit_barrier_timeout=2 * LOST)
-        self.run_dir, self._plan, self._launch, self.job = shared.run, shared.plan, shared.config.launch, job
+        self.run_dir, self._plan, self.launch, self.job = shared.run, shared.plan, shared.config.launch, job
         self.rendezvous, self.store, self.asked, self._deadline, self.life = rendezvous, store, 0, math.inf, ""
-        self._address = address
+        self.address = address
         self._submitted, self.in_slurm = submitted, submitted and slurm_start() is not None
         if self.in_slurm and rendezvous.shrink == "wait":
             rendezvous.shrink = "requeue"
         self.in_pod = submitted and not self.in_slurm
         rendezvous.nobody_comes, rendezvous.all_come = self.in_slurm, self.in_pod
         self._ranks: list[Standby] = []
-        self._environment, self._next_look = default_variables() | dict(os.environ) | self._launch.env, math.inf
+        self._environment, self._next_look = default_variables() | dict(os.environ) | self.launch.env, math.inf
         self._output: Thread | None = None
         for number in ASKS:
             signal.signal(number, self._on_signal)
+
+    @property
+    def start(self) -> str:
+        """The start that `fence.older` compares: the agent's life, and what stands for it before the first."""
+        return self.life or self.before
+
+    def follow(self, last: NodeAgent) -> None:
+        """Go on for the agent of the job before, in whose store the others have begun this one: the last life is over
+        only with the first of this job, and who asked that agent to save asks this one."""
+        self.life, self.before = fence.latest(last.life, last.job, last.run_dir.path), last.before
+        self.asked = self.asked or last.asked
+        self.rendezvous.follow()
 
     # torch's methods for processes
 
@@ -93,13 +108,13 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Begin the life and start the ranks; none if an agent has gone. Raises RendezvousClosedError."""
         self._ranks, run = [], self.run_dir
-        number = self._begin(worker_group)
-        for worker in worker_group.workers if number else ():
+        start = self._begin(worker_group)
+        for worker in worker_group.workers if start else ():
             rank = worker.global_rank
             self._prepare(1)
             self._ranks.append(self._standbys.pop(0))
             arguments = ["--join"] if rank else ["--publish", str(run.path)]
-            self._ranks[-1].become(rank, arguments, self._variables(number, rank, worker.local_rank), run.log(rank))
+            self._ranks[-1].become(rank, arguments, self._variables(start, rank, worker.local_rank), run.log(rank))
         self._ask(self._ranks)
         self._next_look = time.monotonic() + _LOOK_LOADED
         if self._ranks and self._ranks[0].stdout is not None:
@@ -156,33 +171,39 @@ class NodeAgent(SimpleElasticAgent):
 
     # One life
 
-    def _begin(self, group: WorkerGroup) -> int:
-        """The number of the life that all agents of this rendezvous begin together; 0 if one of them has gone. Raises
-        RendezvousClosedError if another life is not worth it."""
+    def _begin(self, group: WorkerGroup) -> str:
+        """The life that all agents of this rendezvous begin together, its number and a word that is drawn; empty if one
+        of them has gone. Raises RendezvousClosedError if another life is not worth it, and StandsStillError."""
         store = copy(self.store)
         store.plain = cast(Any, group.store)  # of this rendezvous alone
         store.set(f"node/{group.group_rank}", host_name())
         if group.group_rank == 0:
-            nodes = [self._value(store, f"node/{each}") for each in range(group.group_world_size or 0)]
-            if None not in nodes:
-                number = self.store.plain.add("ppctl/lives", 1)
+            nodes = [self._value(store, f"node/{each}", each) for each in range(group.group_world_size or 0)]
+            if "" not in nodes:
+                number, word = self.store.plain.add("ppctl/lives", 1), f"-{secrets.token_hex(4)}"
                 self.life = fence.latest(self.life, self.job, self.run_dir.path)
-                over = fence.older(self.life) is not None  # the run goes on elsewhere
-                why = None if over else lives.begin(self.run_dir, self.job, number, nodes, self._launch.max_restarts)
-                store.set("life", -1 if why is None else number)
+                over = fence.older(self.start) is not None  # the run goes on elsewhere
+                most = self.launch.max_restarts
+                why = None if over else lives.begin(self.run_dir, self.job, number, nodes, most, word)
+                store.set("life", None if why is None else f"{number}{word}")
                 if why:
                     told = f"note: start {number} on {', '.join(nodes)}: {why}"
                     print(visible(told), file=sys.stderr, flush=True)
-        number = self._value(store, "life") or 0
-        if number < 0:
+        start = self._value(store, "life", 0, more=2.0)  # the first waits for others' names before
+        if start is None:
             raise RendezvousClosedError("failed")
-        return int(number)
+        return str(start)
 
-    def _value(self, store: SealedStore, key: str) -> Any:
-        """The value once it is there; None if an agent has gone. Never waits in the store: signs of life go there."""
+    def _value(self, store: SealedStore, key: str, group_rank: int, more: float = 1.0) -> Any:
+        """The value of this agent once it is there; empty if an agent has gone. Never waits in the store: signs of life
+        go there. Raises StandsStillError after `more` times `launch.start_limit`."""
+        limit = more * seconds(self.launch.start_limit)
+        until = time.monotonic() + limit
         while not store.plain.check([key]):
             if self.rendezvous.num_nodes_waiting():
-                return None
+                return ""
+            if time.monotonic() > until:
+                raise StandsStillError(self.rendezvous.host_of(group_rank), limit)
             time.sleep(_LOOK)
         return store.get(key)
 
@@ -198,10 +219,10 @@ class NodeAgent(SimpleElasticAgent):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
 
-    def _variables(self, number: int, rank: int, local: int) -> Mapping[str, str]:
-        (host, port), name, size = self._address, f"{self.job}.{number}", self._worker_group.spec.local_world_size
+    def _variables(self, start: str, rank: int, local: int) -> Mapping[str, str]:
+        (host, port), name, size = self.address, f"{self.job}.{start}", self._worker_group.spec.local_world_size
         own = rank_variables(rank, local, size * self.rendezvous.settings.max_nodes, size)
-        own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": str(number)}
+        own |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "PPCTL_START": start}
         own |= {"TORCHELASTIC_RUN_ID": self.run_dir.id, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         own |= {SECRET: self.store.key_for(name).hex() or "none", **fence.variables(name, self.run_dir.path)}
         self.life = own[fence.LIFE]
@@ -212,8 +233,9 @@ class NodeAgent(SimpleElasticAgent):
         # SLURM tells all agents and all ranks, and some twice; its patience and a cluster's have an end of their own.
         stays = self._submitted and (alive or self.in_slurm)
         if not stays and (not alive or self.asked):
-            raise SystemExit(128 + number)
-        self.asked = self.asked or number
+            by_hand = not self._submitted and number != signal.SIGTERM
+            raise SystemExit(INTERRUPTED if by_hand else 128 + number)  # as `ppctl train`
+        self.asked = number if number == signal.SIGTERM and not alive else self.asked or number
         if number == signal.SIGINT:
             print("\nsaving after this step, then stopping; Ctrl-C once more ends at once", file=sys.stderr)
         elif not self._submitted:

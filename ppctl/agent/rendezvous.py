@@ -26,6 +26,14 @@ _SLOW = 3.0
 """Seconds before each look of an agent without ranks: those with copies in their hosts' memory come first."""
 
 
+class StandsStillError(RendezvousTimeoutError):
+    """A `host` whose agent gives signs of life, and does not go on: perhaps it waits for the file system."""
+
+    def __init__(self, host: str, limit: float) -> None:
+        super().__init__(f"the agent on {host} lives, and has not gone on for {limit:g} s (launch.start_limit)")
+        self.host = host
+
+
 class _SealedBackend(C10dRendezvousBackend):
     """c10d's backend. torch pickles the state, so it travels with an HMAC; what does not fit raises TrainingError. A
     store that fails once is asked no more: an answer that comes late would be taken for the next one."""
@@ -121,6 +129,11 @@ class NodeRendezvous(DynamicRendezvousHandler):
     def here(self) -> list[str]:
         """The hosts of all agents that give signs of life."""
         return [node.addr.split(" ")[1] for node in self._state_holder.state.last_heartbeats]
+
+    def host_of(self, group_rank: int) -> str:
+        """The host of an agent that has ranks in the present life, by its place in the order of nodes."""
+        places = self._state_holder.state.participants
+        return next((node.addr.split(" ")[1] for node, place in places.items() if place == group_rank), "a host")
 
     def farewell(self) -> None:
         """Wait until all agents have seen that the rendezvous is closed: then its host may leave."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, TrainingError
 from ppctl.launch.run_directory import with_value
 from ppctl.plan.build import build_plan
 from ppctl.plan.memory_limit import amount
 from ppctl.plan.sizes import derive_world
 from ppctl.plan.violations import ConfigValues, overrides_text
+from ppctl.runs import fence
 from ppctl.runs.run_starts import set_aside
 from ppctl.runs.rundir import RunDir
 from ppctl.search.remaining import Whole, nothing_fits, remaining
@@ -24,8 +25,9 @@ def complete(run: RunDir) -> None:
         run.write_plan(build_plan(config, plan.provenance, title=plan.name))
 
 
-def plan_smaller(run: RunDir, nodes: int) -> None:
-    """Replace config and plan by what remains on `nodes`, and say what it costs. Raises ConfigError (PP-E230)."""
+def plan_smaller(run: RunDir, nodes: int, start: str = "") -> None:
+    """Replace config and plan by what remains on `nodes`, and say what it costs. Raises ConfigError (PP-E230), and
+    TrainingError (PP-E779) if the run has begun a later start than `start`, also while this was planned."""
     config, plan = run.read_config(), run.read_plan()
     whole = Whole(ConfigValues(config, plan.provenance), plan)
     found = remaining(whole, nodes)
@@ -33,6 +35,8 @@ def plan_smaller(run: RunDir, nodes: int) -> None:
         raise ConfigError(nothing_fits(whole, nodes))
     values = whole.on(found.nodes).overridden(found.words)
     spares = max(config.launch.spares, nodes - found.nodes)
+    if older := fence.older(start):
+        raise TrainingError(older)
     set_aside(run)
     run.write_config(with_value(values.config, "launch", spares=spares))
     run.write_plan(build_plan(values.config, values.provenance, title=plan.name))

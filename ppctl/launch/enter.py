@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, PpctlError, Problem
+from ppctl.errors import ConfigError, PpctlError, Problem, pasted
 from ppctl.launch.run_directory import with_value
 from ppctl.runs import run_starts
 from ppctl.runs.checkpoint_folder import AUTO
 from ppctl.runs.finding import last_checkpoint
 from ppctl.runs.heartbeat import host_name
-from ppctl.runs.rundir import RunDir
+from ppctl.runs.rundir import RunDir, unwritable
 
 LIVE = "live"
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -36,13 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_node(RunDir(args.run), args.code)
         if int(os.environ.get("SLURM_NODEID", 0)) == 0:
-            run_starts.write_secret(RunDir(args.run))
-            go_on(RunDir(args.run), run_starts.slurm_start() or "")
+            _prepare(RunDir(args.run))
     except PpctlError as error:
         print(f"error {error.problems[0]}".replace("\n", "; "))
         return error.exit_code
     print(host_name())
     return 0
+
+
+def _prepare(run: RunDir) -> None:
+    """Begin this start of the job in its run directory. Raises ConfigError (PP-E610): no node is to blame."""
+    try:
+        run_starts.write_secret(run)
+        go_on(run, run_starts.slurm_start() or "")
+    except OSError as error:
+        raise unwritable(error, run.path, f"df -h {pasted(run.path)}", str(run.path)) from error
 
 
 def check_node(run: RunDir, code: str = LIVE, remedy: str = "ppctl submit again, or launch.code=live") -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from ppctl.config.mapping import from_mapping
 from ppctl.config.quantities import seconds
 from ppctl.config.yaml_file import read_yaml
-from ppctl.errors import PpctlError
+from ppctl.errors import PpctlError, visible
 from ppctl.host.processes import python
 from ppctl.launch.enter import check_node
 from ppctl.launch.environment import Started
@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PpctlError as error:
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # another try may do: the others wait
+        print(visible(f"note: this pod cannot use the run directory {args.run}: {error}"), file=sys.stderr)
+        return GO_ON
 
 
 class _Pod:

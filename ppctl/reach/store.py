@@ -19,7 +19,9 @@ from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from queue import Empty, Queue
 from struct import pack
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import FileStore, TCPStore
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+_MORE = 5.0
+"""Seconds beyond its limit in which torch says itself that it has not connected."""
 
 
 def connect(rank: int, world: int, patience: timedelta) -> Store:
@@ -60,10 +64,31 @@ def file_store(directory: Path, world: int) -> Store:
 def _at_port(host: str, port: int, rank: int, world: int, patience: timedelta) -> Store:
     """The store at an address, served by torchrun's agent or by rank 0."""
     if rank != 0 or os.environ.get(_AGENT) == str(True):
-        return TCPStore(host, port, world, is_master=False, timeout=patience)
+        return join(host, port, world, patience)
     listening = listen_as(host, port)
     address = listening.getsockname()[0]
     return TCPStore(address, port, world, True, patience, multi_tenant=True, master_listen_fd=listening.detach())
+
+
+def join(host: str, port: int, world: int | None, patience: timedelta) -> TCPStore:
+    """The store that another process serves, with a `world` once all its ranks have come. Raises RuntimeError after
+    `patience` for each, also where somebody listens who never answers: torch's constructor asks him without a limit."""
+    found, waits = Queue[TCPStore | RuntimeError](), world is not None
+
+    def ask() -> None:
+        try:
+            found.put(TCPStore(host, port, world, False, patience, waits))
+        except RuntimeError as error:
+            found.put(error)
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        store = found.get(timeout=(1 + waits) * patience.total_seconds() + _MORE)
+    except Empty:
+        raise RuntimeError(f"trying to connect to {host}:{port}: who listens there does not answer") from None
+    if isinstance(store, RuntimeError):
+        raise store
+    return store
 
 
 def limit_answers(port: int, limit: timedelta) -> None:

@@ -22,6 +22,8 @@ _LEASE, _ARRIVAL = 5.0, 60.0
 a name written on another host is seen here."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that goes on while the machine is suspended."""
+_NONE = "none"
+"""Stands for the newest start of a run that has begun none."""
 _looked = -_LEASE
 
 
@@ -36,13 +38,24 @@ def older(told: str | None = None) -> Problem | None:
     try:
         newest = read_text(file) if name else ""
     except FileNotFoundError:
-        newest = "another launcher's"
+        newest = _NONE if name == _NONE else "another launcher's"
     except (OSError, UnicodeDecodeError):
         return None  # the write that follows reports why
     if newest == name:
         return None
     message = f"start {name} is over, and this process stood still meanwhile: the run's newest is {newest}"
     return Problem("PP-E779", message, "ppctl explain PP-E779", file)
+
+
+def newest(run: Path) -> str:
+    """The newest start of the run: by it a process without a start of its own sees that another one has begun. Empty if
+    it cannot be read."""
+    try:
+        return variables(read_text(run / "life"), run)[LIFE]
+    except FileNotFoundError:
+        return variables(_NONE, run)[LIFE]
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def latest(told: str, job: str, run: Path) -> str:

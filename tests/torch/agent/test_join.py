@@ -20,6 +20,7 @@ from ppctl.agent import job
 from ppctl.agent.rendezvous import NodeRendezvous
 from ppctl.errors import TrainingError
 from ppctl.launch.planning import planned
+from ppctl.reach import store
 from ppctl.reach.store import SealedStore, limit_answers, listen_as
 from ppctl.runs.run_starts import write_secret
 from ppctl.runs.rundir import RunDir
@@ -102,6 +103,20 @@ def test_what_a_run_has_said_before_it_was_killed_takes_no_host_in(
     served.set("ppctl/asked/2/answer", "0" * 32)
     with pytest.raises(TrainingError, match="PP-E776"):
         job._join("127.0.0.1", port, "", "")
+
+
+@pytest.mark.parametrize("who", ["a host", "a rank"])
+def test_a_listener_that_never_answers_is_not_waited_for(port: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's program may have the port."""
+    monkeypatch.setattr(store, "_MORE", 0.2)
+    monkeypatch.setattr(job, "JOIN", timedelta(seconds=0.5))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    listening = listen_as("127.0.0.1", port)
+    try:
+        with pytest.raises(TrainingError, match="PP-E708"):
+            job._join("127.0.0.1", port, "", "") if who == "a host" else store.connect(1, 2, timedelta(seconds=0.5))
+    finally:
+        listening.close()
 
 
 SERVER = """

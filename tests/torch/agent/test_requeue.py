@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from lone_agents import Agent, agent_of, mark_of, store_of
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from ppctl.agent import job, lives
@@ -18,25 +17,8 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.launch.outcome import GO_ON
 from ppctl.launch.run_directory import with_value
-from ppctl.reach.store import SealedStore
 from ppctl.runs import fence
 from ppctl.runs.rundir import RunDir
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run in the job 7, whose present start is its first."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    run = RunDir(tmp_path)
-    run.write_config(RunConfig())
-    (tmp_path / "life").write_text("7.0")
-    return run
-
-
-def agent_of(run: RunDir, life: str = "") -> Any:
-    told = fence.variables(life, run.path)[fence.LIFE] if life else ""
-    return SimpleNamespace(run_dir=run, life=told, job="j", asked=0, in_slurm=True, in_pod=False)
 
 
 def requeued(
@@ -48,11 +30,6 @@ def requeued(
     monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(f"{job} without {without}"))
     job._requeue(agent.run_dir, agent, "a node is gone", ["node-1"])
     return mark_of(agent.run_dir), jobs
-
-
-def mark_of(run: RunDir) -> str | None:
-    mark = run.path / "requeue.7.0"
-    return mark.read_text() if mark.exists() else None
 
 
 def test_before_the_first_life_and_without_a_script_the_agent_requeues(
@@ -75,6 +52,23 @@ def test_a_job_that_may_not_start_again_is_not_requeued(run: RunDir, monkeypatch
 def test_a_job_that_somebody_ends_meanwhile_is_not_requeued(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = agent_of(run)
     assert requeued(agent, monkeypatch, lambda: setattr(agent, "asked", 15))[1] == []
+
+
+def test_an_agent_without_ranks_that_was_asked_to_save_knows_when_its_job_is_ended(run: RunDir) -> None:
+    agent = agent_of(run)
+    agent._ranks, agent._submitted, agent._ask = [], True, lambda alive: None
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+        NodeAgent._on_signal(agent, number, None)
+    assert agent.asked == signal.SIGTERM
+
+
+@pytest.mark.parametrize(("asked", "again"), [(signal.SIGTERM, []), (signal.SIGUSR1, ["7 without node-1"])])
+def test_a_job_that_somebody_has_ended_before_is_not_requeued_and_one_that_was_to_save_is(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, asked: int, again: list[str]
+) -> None:
+    agent = agent_of(run)
+    agent.asked = asked
+    assert requeued(agent, monkeypatch)[1] == again
 
 
 @pytest.mark.parametrize("begun", ["before", "meanwhile"])
@@ -104,13 +98,13 @@ def test_a_run_that_has_ended_stays_so_and_one_that_was_stopped_goes_on(
     assert (requeued(agent_of(run), monkeypatch)[1] == ["7 without node-1"]) == goes_on
 
 
-def begun(run: RunDir, job: str, life: str, number: int) -> str:
-    """The newest life once an agent that had ranks in `life` comes first in a rendezvous of its job."""
+def begun(run: RunDir, job: str, life: str, number: int, before: str = "") -> str:
+    """The newest life once an agent that had ranks in `life`, if in any, comes first in a rendezvous of its job."""
     said: dict[str, Any] = {}
     store = SimpleNamespace(plain=SimpleNamespace(add=lambda name, more: number), set=said.__setitem__)
-    told = fence.variables(life, run.path)[fence.LIFE]
-    agent = SimpleNamespace(store=store, life=told, run_dir=run, job=job, _launch=RunConfig().launch)
-    agent._value = lambda store, key: said[key]
+    told = fence.variables(life, run.path)[fence.LIFE] if life else ""
+    agent = Agent(store=store, life=told, before=before, run_dir=run, job=job, launch=RunConfig().launch)
+    agent._value = lambda store, key, *_, **__: said[key]
     group: Any = SimpleNamespace(group_rank=0, group_world_size=1, store=store.plain)
     said["node/0"] = "node-0"
     NodeAgent._begin(agent, group)  # type: ignore[arg-type]
@@ -126,12 +120,50 @@ def test_agents_of_an_older_start_do_not_take_the_run_back(run: RunDir) -> None:
     assert (run.path / "life").read_text() == "new.1"
 
 
+@pytest.mark.parametrize("where", ["in SLURM's job", "in a new run", "in one that goes on"])
+def test_an_agent_that_stood_still_before_its_first_life_takes_no_run_back(
+    run: RunDir, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where != "in SLURM's job":
+        monkeypatch.delenv("SLURM_JOB_ID")
+    if where == "in a new run":
+        (run.path / "life").unlink()
+    before = lives.before(run, submitted=True)
+    assert begun(run, "mine", "", 1, before).startswith("mine.1-")
+    (run.path / "life").write_text("7.1")  # the start of whoever went on meanwhile
+    (run.path / "result.json").write_text("{}")
+    with pytest.raises(job.RendezvousClosedError):
+        begun(run, "mine", "", 1, before)
+    assert (run.path / "life").read_text() == "7.1" and (run.path / "result.json").exists()
+
+
+def test_a_count_that_a_stranger_takes_back_gives_no_life_the_name_of_an_earlier_one(run: RunDir) -> None:
+    before = lives.before(run, submitted=True)
+    first = begun(run, "j", "", 1, before)
+    assert begun(run, "j", first, 1) != first
+
+
+def test_an_agent_of_the_next_job_in_the_same_store_has_the_life_and_the_request_of_the_one_before(
+    run: RunDir,
+) -> None:
+    """Also a spare's, that never had a life."""
+    lives.begin(run, "j", 1, ["node-0"], 3)
+    (run.path / "life").write_text("7.0")
+    last, agent = agent_of(run), agent_of(run)
+    last.asked = signal.SIGUSR1
+    lives.begin(run, "j", 1, ["node-0"], 3)
+    agent.rendezvous = SimpleNamespace(follow=lambda: None)
+    agent.follow(last)
+    assert fence.older(agent.start) is None and fence.older(last.start) is not None
+    assert agent.asked == signal.SIGUSR1
+
+
 @pytest.mark.parametrize("before", ["j", "i"], ids=["of its job", "of the one before in the same store"])
 def test_an_agent_that_stood_by_in_a_life_of_its_job_begins_the_next_one(run: RunDir, before: str) -> None:
     """A spare had taken its place, and dies in turn."""
     lives.begin(run, before, 1, ["node-0"], 3)
     lives.begin(run, "j", 2, ["node-1"], 3)
-    assert begun(run, "j", f"{before}.1", 3) == "j.3"
+    assert begun(run, "j", f"{before}.1", 3).startswith("j.3-")
 
 
 def test_the_agent_that_has_the_store_ends_the_job_also_of_a_life_in_which_it_stood_by(run: RunDir) -> None:
@@ -149,15 +181,6 @@ def test_the_agent_that_has_the_store_ends_the_job_also_of_a_life_in_which_it_st
     assert fence.older(agent.life) is not None
     job._to_the_end(agent, "host", "1", [], serves=True)
     assert fence.older(agent.life) is None
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The jobs that agents requeue; nobody waits."""
-    jobs: list[str] = []
-    monkeypatch.setattr(job.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(job))
-    return jobs
 
 
 @pytest.mark.parametrize("code", ["PP-E656", "PP-E708"])
@@ -186,15 +209,6 @@ def test_a_signal_that_waits_for_an_agent_says_that_somebody_ends_the_job(run: R
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert (mark_of(run), jobs) == ("node-0\nno answer\n", [])
-
-
-def store_of(*hosts: str) -> SealedStore:
-    """The store of a job to which these hosts have come."""
-    store = SealedStore(HashStore(), b"secret", "start")
-    for number, name in enumerate(hosts, 1):
-        store.plain.add(CAME, 1)
-        store.set(f"{CAME}/{number}", name)
-    return store
 
 
 def no_meeting(agent: Any, begun: bool, here: list[str]) -> Any:
@@ -258,7 +272,7 @@ def test_an_agent_without_a_life_that_stood_still_leaves_the_next_start_alone(ru
     (run.path / "life").write_text("7.1")
     agent.run = lambda: None
     job._live(agent, serves=True)
-    assert agent.life == "" and fence.older(job._start(run, agent)) is not None
+    assert agent.life == "" and fence.older(agent.start) is not None
     assert not job._requeue(run, agent, "a node is gone", ["node-1"])
     assert (mark_of(run), jobs) == (None, [])
 
@@ -269,55 +283,6 @@ def test_others_have_time_to_plan_a_smaller_run_before_this_agent_requeues(
 ) -> None:
     config, slept = RunConfig(), list[float]()
     run.write_config(with_value(config, "launch", shrink=shrink))
-    monkeypatch.setattr(job.time, "sleep", slept.append)
+    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))  # threads of other tests sleep as well
     job._failed(TrainingError(Problem("PP-E656", "no answer")), str(run.path), "node-0", None)
     assert slept == [waits, 30] and jobs == ["7"]
-
-
-def begins(run: RunDir, monkeypatch: pytest.MonkeyPatch, index: int = 1) -> None:
-    """Prepare this process for `main` on the node `index` of two."""
-    for name in ("TORCH_ELASTIC_WORKER_IDENTICAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.setenv(name, "")
-    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "PPCTL_START"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(job.sys, "argv", ["job", "--submitted", str(run.path)])
-    place = f"{index:05}", str(run.path), "node-0", "1", "", *[str(run.path), "3"][: 0 if index else 2]
-    monkeypatch.setattr(job, "_of_job", lambda path: place)
-
-
-@pytest.mark.parametrize(("newest", "state"), [("7.0", "failed"), ("7.1", "running")])
-def test_an_agent_that_fails_before_it_has_the_store_ends_its_own_start_alone(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, newest: str, state: str
-) -> None:
-    def fails(*_: Any) -> None:
-        raise ConfigError(Problem("PP-E559", "the plan is no file"))
-
-    begins(run, monkeypatch, index=0)
-    monkeypatch.setattr(job, "_serve", fails)
-    run.write_status("running")
-    (run.path / "life").write_text(newest)
-    assert job.main() == 2
-    assert run.status()["state"] == state
-
-
-def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(
-    run: RunDir, jobs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first host is lost between two jobs of `launch.shrink=smaller`: the run's newest life is not `enter`'s."""
-    lives.begin(run, "j", 1, ["node-0", "node-1"], 3)
-    first, second = agent_of(run, "j.1"), agent_of(run)
-    second.rendezvous = SimpleNamespace(follow=lambda: None)
-    agents = iter([first, second])
-
-    def ends(agent: Any, *_: Any, **__: Any) -> None:
-        if agent is second:
-            raise TrainingError(Problem("PP-E656", "no answer"))
-
-    begins(run, monkeypatch)
-    monkeypatch.setattr(job, "_join", lambda *_: (None, None, ["a"]))
-    monkeypatch.setattr(job, "_agent", lambda *_, **__: next(agents))
-    monkeypatch.setattr(job, "_anew", lambda *_, **__: (None, ["b"]))
-    monkeypatch.setattr(job, "_to_the_end", ends)
-    assert job.main() == 1
-    assert (mark_of(run), jobs) == ("node-0\nno answer\n", ["7"])

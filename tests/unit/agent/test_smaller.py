@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from ppctl.agent import smaller
 from ppctl.agent.smaller import complete, plan_smaller
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, TrainingError
 from ppctl.launch.planning import planned
+from ppctl.runs import fence
 from ppctl.runs.rundir import RunDir
 
 RUN = ("+recipe=quickstart", "launch.device=cpu", "nodes=3", "gpus_per_node=2", "pp=2", "vpp=1", "gbs=12")
@@ -49,6 +51,23 @@ def test_nothing_that_fits_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, "nodes=2", "tp=4", "pp=1")  # ranks that divide layers are on both
     with pytest.raises(ConfigError, match="nothing fits 1 of 2 nodes: at least 2 are needed"):
         plan_smaller(run, 1)
+
+
+def test_a_run_that_goes_on_elsewhere_while_it_is_planned_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)
+    (tmp_path / "life").write_text("7.0")
+    start, before, found = fence.newest(tmp_path), (run.read_config(), run.read_plan()), smaller.remaining
+
+    def slow(*words: Any) -> Any:
+        (tmp_path / "life").write_text("7.1")
+        return found(*words)
+
+    monkeypatch.setattr(smaller, "remaining", slow)
+    with pytest.raises(TrainingError, match="PP-E779"):
+        plan_smaller(run, 2, start)
+    assert (run.read_config(), run.read_plan()) == before and not (tmp_path / "plan-1.json").exists()
 
 
 class Died(BaseException):

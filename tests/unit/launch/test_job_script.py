@@ -168,6 +168,7 @@ def test_an_agent_requeues_as_the_script_does(
 def test_requeues_are_bounded(tmp_path: Path) -> None:
     job = Job(tmp_path, HANGS, "launch.max_requeues=0")
     assert (job.code, job.without) == (2, None) and "PP-E626" in job.log
+    assert f"try: ppctl requeue {tmp_path}\n" in job.log  # a job's number is looked for below `runs` alone
 
 
 @pytest.mark.parametrize(("plugin", "binds"), [("task/none", False), ("task/cgroup,task/affinity", True)])

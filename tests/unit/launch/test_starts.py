@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoint_states import STRANGE, killed_states, mark_of
@@ -16,8 +17,9 @@ from ppctl.cli import resume, train
 from ppctl.cli.main import main
 from ppctl.cli.runs import facts
 from ppctl.errors import CheckpointError
-from ppctl.launch import enter
+from ppctl.launch import enter, pod
 from ppctl.launch.environment import Started
+from ppctl.launch.outcome import GO_ON
 from ppctl.launch.run_directory import Launch, new_run
 from ppctl.launch.weights import find_weights
 from ppctl.runs.checkpoint_folder import find, step_of
@@ -189,6 +191,32 @@ def test_where_the_directory_cannot_be_listed_no_start_takes_the_run_for_a_new_o
     with pytest.raises(CheckpointError, match="PP-E505"):
         STARTS[kind](run, launch)
     assert run.metrics() == [{"step": 1}] and not (run.path / "plan-1.json").exists()
+
+
+def test_a_run_directory_that_cannot_be_written_is_no_fault_of_the_nodes(
+    make: Callable[[Path], RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The job's script leaves out nodes that say nothing: the first says why."""
+    run = make(tmp_path / "nothing")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", str(run.path / "life"))
+
+    monkeypatch.setattr(enter.run_starts, "begin_start", full)
+    assert enter.main([str(run.path), "--code", enter.LIVE]) == 2
+    assert capsys.readouterr().out.startswith("error PP-E610: the run directory cannot be written: No space left")
+
+
+def test_a_pod_tries_again_where_the_file_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(*_: object) -> int:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(pod.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pod, "_Pod", lambda *_: SimpleNamespace(live=stale, go=None))
+    assert pod.main([str(tmp_path), "--code", enter.LIVE, "--files", str(tmp_path), "--first", "0"]) == GO_ON
 
 
 def test_a_node_tells_why_it_cannot_enter(
