@@ -42,7 +42,7 @@ _ASK_AGAIN = 1.0
 """Seconds between two requests to stop to a rank that is still starting."""
 _ONE_PRESS = 0.3
 """Seconds within which the same signal counts once: make and timeout repeat the terminal's signals, and a person who
-presses a key twice takes longer. siginfo has the sender (terminal or process), but Python's handlers get none of it, and
+presses a key twice takes longer. siginfo has the sender (terminal or process), but Python's handlers do not get it, and
 `sigwaitinfo` does not wait for pipes too."""
 _AFTER_KILL = 5.0
 """Seconds to wait for a killed process; a process in an uninterruptible system call may stay."""
