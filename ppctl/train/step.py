@@ -229,6 +229,7 @@ class Trainer:
         for programs in earlier:
             self.session.pipeline.train(schedule, programs, None)
         self.session.pipeline.train(schedule, last, self._reduce)
+        self.session.pipeline.leave()
 
     def _reduce(self, stage: int) -> None:
         """Release a stage's weights and sum its gradients over replicas, after the step's last backward of it."""
