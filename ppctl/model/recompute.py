@@ -195,7 +195,7 @@ def _recompute_modules(
     layer: nn.Module, modules: Sequence[str], called: Callable[[Function], Function] = _as_it_is
 ) -> None:
     """Make named modules keep only their inputs (CHECKPOINTED), or free outputs until the backward (MADE_AGAIN)."""
-    # What lies in another module is made again with it: by itself it would keep its inputs, and be computed three times.
+    # What lies in another module is made again with it: by itself it would keep its inputs, and be computed thrice.
     modules = [name for name in modules if made_again_by(name, modules) == name]
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
