@@ -136,6 +136,7 @@ def test_experts_are_recomputed_to_the_bit(modules):
     ids=str,
 )
 def test_what_lies_in_a_recomputed_module_is_made_again_with_it_and_keeps_nothing_itself(outer, modules):
+    forward_and_backward(EXPERTS, TrainConfig())  # which makes what all later calls share
     found = []
     for named in ([outer], modules, modules[::-1]):
         train = TrainConfig(recompute_granularity="selective", recompute_modules=named)
