@@ -84,6 +84,7 @@ class Engine:
         Raises EngineError, which names the action, with the original error as its cause.
         """
         self.start()
+        self.leave()
         self.settle()
 
     def start(self) -> None:
@@ -98,13 +99,19 @@ class Engine:
             self.pace.finish(self._flush)
         self.recorder.end_step()
 
+    def leave(self) -> None:
+        """The last list was started: on a device, what the caller enqueues next comes behind its messages. Raises
+        EngineError."""
+        with self._naming():
+            self.pace.leave(self._flush)
+
     def settle(self) -> None:
-        """Return when the device has finished every list since the last call, and their messages are delivered.
+        """Return when the device has finished every list up to `leave`, and their messages are delivered.
 
         Raises EngineError if the device has failed, or the connection of a message was ended.
         """
         with self._naming():
-            self.pace.settle(self._flush)
+            self.pace.settle()
             self._check()
 
     @contextmanager
@@ -121,7 +128,7 @@ class Engine:
             end.flush()
 
     def _check(self) -> None:
-        """Raise PeerLost if a connection was ended: the device, which is idle now, lacks messages."""
+        """Raise PeerLost if a connection was ended: the device, which is through its list, lacks messages."""
         for end, _ in self._outgoing.values():
             end.check()
         for end, *_ in self._incoming.values():

@@ -7,7 +7,8 @@ an error of the device would be raised in a later action. So at most `AHEAD` for
 finished, and the heartbeat names the device's action: a thread follows the device from event to event, also while the
 host waits for it inside a stage.
 
-A pace may follow several lists, one after the other: between them the device is not waited for, only in `settle`.
+A pace may follow several lists, one after the other: between them the device is not waited for. `leave` ends the last
+of them; what the host enqueues from then on is no list's, and `settle` does not wait for it.
 
 The bound causes no deadlock: a host that waits for an action of its own list has enqueued everything before that
 action, which is all that a rank in `verify`'s rule of execution has done when it waits there.
@@ -71,7 +72,10 @@ class HostPace:
         flush()
         self.ended = perf_counter()
 
-    def settle(self, flush: Callable[[], None]) -> None:
+    def leave(self, flush: Callable[[], None]) -> None:
+        """Do nothing: every list is over."""
+
+    def settle(self) -> None:
         """Do nothing: every list is over."""
 
     def abandon(self) -> None:
@@ -81,7 +85,7 @@ class HostPace:
 class DevicePace:
     """A device computes what the host enqueues, at most `ahead` forwards and backwards later.
 
-    Every list ends in `finish`, and the last of several also in `settle`; one that fails ends in `abandon`.
+    Every list ends in `finish`, and the last of several also in `leave` and `settle`; one that fails ends in `abandon`.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class DevicePace:
         self.make_event = make_event
         self.at = 0
         self.ended = 0.0
+        """The time at which the device passed the last mark so far."""
         self._list = 0
         """The number of the list that the host is in."""
         self._on_device = on_device
@@ -138,14 +143,17 @@ class DevicePace:
         """The host has reached the end of its list; the device is still followed, and not waited for."""
         self._mark(self.length, begins=False)
 
-    def settle(self, flush: Callable[[], None]) -> None:
-        """Return when the device has finished every list, and `flush` has returned."""
+    def leave(self, flush: Callable[[], None]) -> None:
+        """The host is through the last list, and goes on to other work when `flush` has returned."""
         flush()
         self._mark(self.length, begins=False)
+
+    def settle(self) -> None:
+        """Return when the device has finished every list; what was enqueued since `leave` is not waited for."""
         self._marks.put(None)
         assert self._thread is not None  # the thread follows the marks
         self._thread.join()
-        self._thread, self.ended = None, perf_counter()
+        self._thread = None
         self._raise_failure()
 
     def abandon(self) -> None:
@@ -178,6 +186,7 @@ class DevicePace:
                     self._free.release()
                 computing = begins
                 self._events.append(event)
+                self.ended = perf_counter()
                 self._passed += 1
 
     def _pass(self, number: int, index: int, event: torch.cuda.Event, *, begins: bool, enters: bool) -> None:

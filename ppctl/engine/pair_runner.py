@@ -104,6 +104,20 @@ class _Refusing:
         return getattr(self.engine, name)
 
 
+def leave_blas_handle(device: torch.device) -> None:
+    """Make the cuBLAS handle of a pair's thread, in which a replay multiplies, while no message is under way: to make
+    one waits for an idle device. Torch gives a new thread the handles of a thread that has ended, as this one has."""
+    initialize = _same_state(device)
+
+    def take() -> None:
+        initialize()
+        torch.cuda.current_blas_handle()
+
+    thread = threading.Thread(target=take, name="pair")
+    thread.start()
+    thread.join()
+
+
 def _same_state(device: torch.device) -> Callable[[], None]:
     """A function that gives another thread this thread's state in torch: device and stream, autocast, modes. So kernels
     of both halves go into one queue, and modes that watch or cast this thread's operations see both halves.

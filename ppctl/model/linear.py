@@ -73,7 +73,10 @@ def _rule(fp8: Fp8) -> ProductRule:
 
     def multiplied(x: Tensor, weight: Tensor, _: None, values: Tensor, scales: Tensor) -> Tensor:
         rounded = fp8.activation_of(values, scales, (x.shape[:-1].numel(), x.shape[-1]))
-        return fp8.multiply(rounded, fp8.weight(weight)).to(x.dtype).reshape(*x.shape[:-1], len(weight))
+        out = fp8.multiply(rounded, fp8.weight(weight)).to(x.dtype)
+        # As torch's own products: a view that an autograd function returns refuses the sum in its memory (`leave`).
+        whole: Tensor = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])
+        return whole
 
     def of_input(gradient: Tensor, _: None, weight: Tensor, *__: Tensor) -> Tensor:
         of_x = fp8.multiply(fp8.gradient(gradient.flatten(0, -2)), fp8.weight(weight.t()))

@@ -50,7 +50,7 @@ class Kernel:
     """A kernel for one role: `model.kernels=[module:name]` names a value of this class in a module.
 
     `function` is differentiated by autograd, and must not depend on anything but its arguments: recomputation calls it
-    again. By role it is
+    again. Gradients that its backward returns are given away: ppctl adds to them in place. By role it is
 
     * attention: (q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], scale) -> [b, heads,
       s, values' width], causal;

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ppctl.config.schema import TrainConfig
-from ppctl.geometry.layers import Layer, recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import Layer, made_again_by, recomputed_modules, recomputed_runs
 from ppctl.model.offload import Offload
 from ppctl.model.stage_model import Run, StageModel
 
@@ -195,6 +195,8 @@ def _recompute_modules(
     layer: nn.Module, modules: Sequence[str], called: Callable[[Function], Function] = _as_it_is
 ) -> None:
     """Make named modules keep only their inputs (CHECKPOINTED), or free outputs until the backward (MADE_AGAIN)."""
+    # What lies in another module is made again with it: by itself it would keep its inputs, and be computed thrice.
+    modules = [name for name in modules if made_again_by(name, modules) == name]
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
             if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):

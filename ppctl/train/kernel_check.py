@@ -8,7 +8,6 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isnan
 
 import torch
 import torch.distributed as dist
@@ -28,25 +27,40 @@ def check_kernel(kernel: Kernel, use: KernelUse, *, seed: int = 0) -> dict[str, 
     """`result` and the gradient of each tensor -> the largest difference, as a share of the reference's largest value.
 
     Numbers are drawn with `seed` on the device of `use`, with its sizes. Raises TrainingError (PP-E773) if the
-    kernel does not fit the use, returns another shape or dtype, or differs by more than its tolerance. For a dispatch
-    all ranks of the default process group call it.
+    kernel does not fit the use, returns another shape or dtype, differs by more than its tolerance, or keeps or shares
+    the memory of a gradient. For a dispatch all ranks of the default process group call it.
     """
     if reason := kernel.against(use):
         raise _mismatch(kernel, f"does not fit this use: {reason}")
     draw, (shapes, compute) = torch.Generator().manual_seed(seed), _CASES[kernel.role](use)
     case = [torch.randn(shape, generator=draw, device="cpu").to(use.device, use.dtype) for shape in shapes]
-    own = _outcome(compute, kernel.function, case)
-    expected = _outcome(compute, None, [tensor.double() for tensor in case])
+    leaves = [tensor.clone().requires_grad_() for tensor in case]
+    (result, *given), weights = _outcome(compute, kernel.function, leaves)
+    own = [result.clone(), *(gradient.clone() for gradient in given)]
+    for number, gradient in enumerate(given):  # they are given away: from here on a caller may write there
+        if torch._debug_has_internal_overlap(gradient) != 1:  # expanded: memory for fewer numbers than it has
+            gradient.fill_(number)
+    again, _ = _outcome(compute, kernel.function, leaves, weights)
+    expected, _ = _outcome(compute, None, [tensor.double().requires_grad_() for tensor in case])
     names, found = ["result", *(f"gradient {number}" for number in range(len(case)))], {}
     for name, tensor, wanted in zip(names, own, expected, strict=True):
         if (tensor.shape, tensor.dtype) != (wanted.shape, use.dtype):
             wrong = f"{list(tensor.shape)} {tensor.dtype}, not {list(wanted.shape)} {use.dtype}"
             raise _mismatch(kernel, f"has a {name} of {wrong}")
-        found[name] = float((tensor - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
-        if isnan(found[name]) or found[name] > kernel.tolerance:
+        found[name] = _difference(tensor, wanted)
+        if not found[name] <= kernel.tolerance:  # nor is nan
             far = f"{found[name]:.2g} of the reference's largest value, more than its tolerance {kernel.tolerance:.2g}"
             raise _mismatch(kernel, f"has a {name} that differs by {far}")
+    overwritten = [bool((gradient != number).any()) for number, gradient in enumerate(given)]
+    altered = [not _difference(*pair) <= kernel.tolerance for pair in zip(again, expected, strict=True)]
+    if any(overwritten) or any(altered):
+        name = f"gradient {overwritten.index(True)}" if any(overwritten) else names[altered.index(True)]
+        raise _mismatch(kernel, f"keeps or shares memory of gradients, which ppctl adds to in place: see its {name}")
     return found
+
+
+def _difference(tensor: Tensor, wanted: Tensor) -> float:
+    return float((tensor - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
 
 
 def _mismatch(kernel: Kernel, message: str) -> TrainingError:
@@ -54,14 +68,16 @@ def _mismatch(kernel: Kernel, message: str) -> TrainingError:
     return TrainingError(Problem("PP-E773", f"the kernel for {kernel.role} {message}", remedy))
 
 
-def _outcome(compute: TensorFunction, kernel: TensorFunction | None, case: Sequence[Tensor]) -> list[Tensor]:
-    leaves = [tensor.clone().requires_grad_() for tensor in case]
+def _outcome(
+    compute: TensorFunction, kernel: TensorFunction | None, leaves: Sequence[Tensor], weights: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """([the result, the gradient of each leaf], the result's gradient, which is `weights` if they are given)."""
     result = compute(kernel, *leaves)
-    # Equal numbers in every dtype; a tensor on which the result does not depend has a gradient of zeros.
-    weights = (
-        torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.bfloat16, device="cpu").to(result).view(result.shape)
-    )
-    return [result.detach(), *torch.autograd.grad(result, leaves, weights, materialize_grads=True)]
+    if weights is None:  # equal numbers in every dtype
+        numbers = torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.bfloat16, device="cpu")
+        weights = numbers.to(result).view(result.shape)
+    # A tensor on which the result does not depend has a gradient of zeros.
+    return [result.detach(), *torch.autograd.grad(result, leaves, weights, materialize_grads=True)], weights
 
 
 Case = tuple[Sequence[Sequence[int]], TensorFunction]

@@ -82,7 +82,7 @@ class RankPipeline:
         self, schedule: Schedule, programs: Sequence[StageProgram], reduce_grad: Callable[[int], None] | None
     ) -> None:
         """Run one schedule call of a step; `reduce_grad(stage)` is called when a stage's gradients are complete. The
-        device may still compute on return: `settle` must follow the step's last call."""
+        device may still compute on return: `leave` and `settle` must follow the step's last call."""
         self._engine = Engine(
             schedule,
             programs,
@@ -100,9 +100,14 @@ class RankPipeline:
         """Whether the device may still be in the step's schedule calls."""
         return self._engine is not None and isinstance(self._engine.pace, DevicePace)
 
+    def leave(self) -> None:
+        """The host is through the step's schedule calls, and goes on to enqueue other work. Raises EngineError."""
+        assert self._engine is not None  # a step has a schedule call
+        self._engine.leave()
+
     def settle(self) -> float:
-        """Wait until the device has finished the step's schedule calls; returns the time by `perf_counter`. Raises
-        EngineError if one has failed."""
+        """Wait until the device has finished the step's schedule calls, and not for what was enqueued since `leave`;
+        returns the time at which it had, by `perf_counter`. Raises EngineError if one has failed."""
         assert self._engine is not None  # a step has a schedule call
         engine, self._engine = self._engine, None
         engine.settle()

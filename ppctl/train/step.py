@@ -16,6 +16,7 @@ from ppctl.config.learning_rate import lr_at, mtp_weight
 from ppctl.data.batches import Batches
 from ppctl.engine.dry_pass import AllocatorFigures, dry_pass, representatives, reserve
 from ppctl.engine.pace import HELD
+from ppctl.engine.pair_runner import leave_blas_handle
 from ppctl.errors import Problem
 from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.train.callback import Callback, StepResult
@@ -195,6 +196,8 @@ class Trainer:
         s.replica.reducer.finish()
         s.replica.weights.clear_gradients()
         if self.on_gpu:
+            if s.plan.schedule.pairs and s.config.train.replay:
+                leave_blas_handle(s.device)
             torch.cuda.synchronize(s.device)
             if s.pipeline.communicator is not None:
                 self._reserve()
@@ -229,6 +232,7 @@ class Trainer:
         for programs in earlier:
             self.session.pipeline.train(schedule, programs, None)
         self.session.pipeline.train(schedule, last, self._reduce)
+        self.session.pipeline.leave()
 
     def _reduce(self, stage: int) -> None:
         """Release a stage's weights and sum its gradients over replicas, after the step's last backward of it."""

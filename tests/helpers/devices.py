@@ -116,7 +116,8 @@ class Ranks:
                     pace.sent(index)
             self.hosts[rank] = "finishes"
             pace.finish(lambda: None)
-            pace.settle(lambda: None)
+            pace.leave(lambda: None)
+            pace.settle()
         except NothingMoves:
             pace.abandon()
         self.hosts[rank] = "done"

@@ -21,6 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
+from ppctl.engine import interpreter, pace
+from ppctl.engine.pace import DevicePace
 from ppctl.launch.planning import planned
 from ppctl.plan import Plan
 from ppctl.train import bad_steps, grad_norm, reports
@@ -168,6 +170,37 @@ def test_a_host_waits_once_a_step_however_many_schedule_calls_it_has(monkeypatch
         assert all(torch.equal(own[name], weights[name]) for name in own)
         waits = {place: count for place, count in gpu.waits.items() if not place.startswith(OF_THE_HOST)}
         assert waits == {"host_numbers.py: read": STEPS, "at the end": 1}
+
+
+def test_what_is_waited_for_was_enqueued_before_the_update(monkeypatch) -> None:
+    """The device is followed through the lists and no further: the end of a pipeline is not the end of an update."""
+    order: list[str] = []
+
+    class Passed:
+        def record(self) -> None:
+            order.append("mark")
+
+        def synchronize(self) -> None:
+            pass
+
+    def make_pace(device, length, heartbeat):
+        return DevicePace(length, heartbeat or pace._Silence(), Passed)
+
+    monkeypatch.setattr(interpreter, "make_pace", make_pace)
+    session = session_of(0, *composed(1, CALLS), connect=lambda *_: None)
+    optimizer = session.replica.optimizer
+    optimizer.fused = optimizer.skips_on_device = True
+    update = optimizer.step
+
+    def step(left_out=None) -> None:
+        order.append("update")
+        update(left_out)
+
+    monkeypatch.setattr(optimizer, "step", step)
+    result = Trainer(session, Drawn(session.config, session.plan)).step(0)
+    assert order[-1] == "update" and "mark" in order
+    started, pipeline_end, agreed, ended = result.phases
+    assert started < pipeline_end < agreed < ended
 
 
 def half(first_scale: float) -> tuple[str, ...]:

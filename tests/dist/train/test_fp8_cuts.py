@@ -46,6 +46,20 @@ def test_two_cuts_give_the_same_bits_and_learn_what_bfloat16_does(text, kind, fp
     assert [loss for loss, _ in whole] == pytest.approx([loss for loss, _ in plain], rel=0.01)
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_divided_weights_in_8_bits_learn_what_whole_ones_do(text, recipe):
+    """Without sequence parallelism: sums over ranks are made in the memory of products."""
+    found = []
+    for tp in (1, 2):
+        config = config_of(text, "dense, MTP", 4, "Et*5mL", 1)
+        config.model, config.parallel.bf16 = replace(config.model, **SIZES, fp8="e4m3", fp8_recipe=recipe), True
+        config.parallel.tensor_model_parallel_size = config.launch.gpus_per_node = tp
+        records, _ = run_ranks(train_cut, tp, to_mapping(config))[0]
+        found.append([record["loss"] for record in records])
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
 def train_at_once(mapping):
     """As `train_cut`, with all experts at once, as a GPU has them."""
     choose = rank_model.choose_kernels

@@ -215,6 +215,65 @@ def test_a_kernel_without_numbers_is_found() -> None:
         check_kernel(Kernel(role="norm", function=nan, tolerance=1.0), KernelUse(device="cpu"))
 
 
+class Norm(torch.autograd.Function):
+    """RMSNorm with gradients by torch, which `hand_out` places."""
+
+    @staticmethod
+    def forward(ctx, x, weight, epsilon, hand_out):
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon, ctx.hand_out = epsilon, hand_out
+        return torch.rms_norm(x, weight.shape, weight, epsilon)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = torch.rms_norm(given[0], given[1].shape, given[1], ctx.epsilon)
+        return *ctx.hand_out(gradient, *given, *torch.autograd.grad(out, given, gradient)), None, None
+
+
+WORKSPACE = torch.empty(2, 16, 16)
+
+
+def from_a_workspace(gradient, x, weight, of_x, of_weight):
+    return WORKSPACE.copy_(of_x), of_weight
+
+
+def in_the_memory_of_its_gradient(gradient, x, weight, of_x, of_weight):
+    return gradient.copy_(of_x), of_weight
+
+
+def in_the_memory_of_its_input(gradient, x, weight, of_x, of_weight):
+    return x.data.copy_(of_x), of_weight
+
+
+def as_one_number(gradient, x, weight, of_x, of_weight):
+    return of_x, of_weight.mean().expand_as(of_weight)
+
+
+def in_new_memory(gradient, x, weight, of_x, of_weight):
+    return of_x, of_weight
+
+
+@pytest.mark.parametrize(
+    "hand_out",
+    [from_a_workspace, in_the_memory_of_its_gradient, in_the_memory_of_its_input, as_one_number, in_new_memory],
+)
+def test_a_kernel_that_keeps_what_it_gives_away_is_found(hand_out) -> None:
+    """Gradients are added to in their memory."""
+
+    def normalise(x, weight, bias, epsilon):
+        return Norm.apply(x, weight, epsilon, hand_out)
+
+    kernel = Kernel(role="norm", function=normalise, tolerance=1e-4)
+    if hand_out is in_new_memory:
+        check_kernel(kernel, KernelUse(device="cpu"))
+        return
+    says = "differs by" if hand_out is as_one_number else "keeps or shares memory of gradients"
+    with pytest.raises(TrainingError, match=says):
+        check_kernel(kernel, KernelUse(device="cpu"))
+
+
 class Scrambled(ExpertExchange):
     """Brings results back in another order."""
 

@@ -130,6 +130,22 @@ def test_experts_are_recomputed_to_the_bit(modules):
     assert held < 0.95 * kept
 
 
+@pytest.mark.parametrize(
+    ("outer", "modules"),
+    [("moe", ["moe", "moe_act"]), ("experts", ["experts", "moe_act"]), ("moe", ["experts", "moe"])],
+    ids=str,
+)
+def test_what_lies_in_a_recomputed_module_is_made_again_with_it_and_keeps_nothing_itself(outer, modules):
+    forward_and_backward(EXPERTS, TrainConfig())  # which makes what all later calls share
+    found = []
+    for named in ([outer], modules, modules[::-1]):
+        train = TrainConfig(recompute_granularity="selective", recompute_modules=named)
+        found.append(forward_and_backward(EXPERTS, train))
+    assert len({held for held, _ in found}) == 1
+    for _, gradients in found[1:]:
+        assert all(map(torch.equal, found[0][1], gradients))
+
+
 DENSE = ModelConfig(num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, vocab_size=32)
 MTP = {"dense": DENSE, "latent attention": MLA, "experts": EXPERTS}
 

@@ -122,7 +122,8 @@ def test_a_device_is_not_waited_for_between_two_lists_and_is_followed_through_bo
             pace.end(index)
         pace.finish(lambda: None)  # nothing is passed yet, and the host is here
     assert len(gates) == 10 and {index for _, index in places.seen} == {0}
-    settled = threading.Thread(target=pace.settle, args=(lambda: None,))
+    pace.leave(lambda: None)
+    settled = threading.Thread(target=pace.settle)
     settled.start()
     for opened in range(5):
         gates[opened].opened.set()
@@ -151,7 +152,7 @@ def test_an_error_of_the_device_in_an_earlier_list_is_raised_with_its_action() -
     pace.finish(lambda: None)
     pace.enter(0)
     with pytest.raises(RuntimeError, match="illegal address"):
-        pace.settle(lambda: None)
+        pace.settle()
     assert pace.at == 1
 
 

@@ -6,6 +6,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppctl.comm.turns import Turns, hand_over
 from ppctl.engine.engine_error import EngineError
 from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.pair_runner import leave_blas_handle
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.plan.types import TensorSpec
@@ -30,6 +32,19 @@ from ppctl.weight_gradients.intercept import intercepting
 
 EXCHANGES = 3
 M = 6
+
+
+def test_a_handle_is_made_for_a_pairs_thread_in_a_thread_that_is_over(monkeypatch):
+    """On CUDA torch gives it to the next thread; here the calls alone are seen."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device))
+    for name in ("set_device", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _, name=name: seen.append((name, threading.current_thread())))
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: seen.append(("handle", threading.current_thread())))
+    leave_blas_handle(torch.device("cuda", 0))
+    assert [name for name, _ in seen] == ["set_device", "set_stream", "handle"]
+    (thread,) = {thread for _, thread in seen}
+    assert thread is not threading.current_thread() and not thread.is_alive()
 
 
 class Exchange(torch.autograd.Function):

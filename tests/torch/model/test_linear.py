@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from torch.utils._pytree import tree_leaves
 import ppctl
 from ppctl.config.schema import TrainConfig
 from ppctl.geometry.layers import parse_layers
+from ppctl.model.fp8 import E4M3, Fp8
 from ppctl.model.linear import (
     Linear,
     columns,
     for_each_group,
     from_columns,
     grouped_product,
+    multiply_in_float32,
     product,
     product_in_float32,
 )
@@ -27,6 +30,7 @@ from ppctl.model.recompute import recompute
 from ppctl.model.split import ALONE
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
+from ppctl.weight_gradients.deferred import DeferredGradients, collecting
 
 PPCTL = Path(ppctl.__file__).parent
 MODEL = PPCTL / "model"
@@ -265,3 +269,36 @@ def test_a_product_in_float32_rounds_nothing_under_autocast_nor_with_weights_in_
     assert torch.equal(kept, product(x, weight))
     narrow, _ = product_in_float32(x.bfloat16(), weight.bfloat16())
     assert torch.equal(narrow, product(x.bfloat16().float(), weight.bfloat16().float()))
+
+
+class OneOfOne:
+    """A split over one rank, which makes sums in the memory of what it is given."""
+
+    rank, size, sequence = 0, 1, False
+
+    def start_gather(self, x):
+        return lambda: x
+
+    def start_sum(self, x):
+        total = x.contiguous()
+        return lambda: total
+
+
+@pytest.mark.parametrize("fp8", [None, *(Fp8(E4M3, by, multiply_in_float32) for by in (False, True))])
+@pytest.mark.parametrize("shape", [(2, 16, 32), (5, 32)])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_product_of_a_ranks_own_columns_can_be_summed_in_its_memory(fp8, shape, later):
+    torch.manual_seed(0)
+    projection = Linear(32, 48, fp8=fp8).bfloat16()
+    torch.nn.init.normal_(projection.weight)
+    given, found = torch.randn(shape).bfloat16(), []
+    for split in (None, OneOfOne()):
+        x, deferred = given.clone().requires_grad_(), DeferredGradients()
+        with collecting(deferred) if later else nullcontext():
+            out = from_columns(x, projection, split)
+        with collecting(deferred, backward=True) if later else nullcontext():
+            out.backward(torch.ones_like(out))
+        deferred.deliver()
+        found.append((out.detach(), x.grad, projection.weight.grad))
+        projection.weight.grad = None
+    assert all(map(torch.equal, *found))

@@ -21,7 +21,7 @@ MODES = (
     "none", "full 1", "full 2", "block 1",
     "core_attn", "mlp", "layernorm", "moe", "experts", "moe_act", "mla_up_proj",
     "mlp layernorm", "core_attn mlp", "moe layernorm", "experts layernorm", "moe_act layernorm",
-    "mla_up_proj layernorm",
+    "mla_up_proj layernorm", "moe moe_act", "experts moe_act",
 )  # fmt: skip
 PP = 3
 MICROBATCHES = 2 * PP
