@@ -145,7 +145,8 @@ class LaunchConfig:
     shrink: str = key("wait", one_of("wait", "requeue", "smaller"), jobs="node slurm kubernetes")
     """`ppctl node`, jobs: what follows if a host is lost and none takes its place. `wait`: wait for one. `requeue`: end
     with exit code 75 after `shrink_after`; a JobSet is restarted. `smaller`: go on then with what `ppctl plan --lost`
-    plans for the hosts left. SLURM's job gets no node: it goes on smaller immediately, or is requeued without it."""
+    plans for the hosts left. SLURM's job gets no node: it goes on smaller immediately, or is requeued without it. Jobs
+    of more than two nodes start again if half of them or fewer are left."""
     shrink_after: str = key("10m", TIME, jobs="node kubernetes", needs="launch.shrink=requeue,smaller")
     """`ppctl node`, pods: how long to wait for another host after a loss before the run ends or goes on smaller."""
     account: str | None = key(None, ONE_LINE, options="-A --account", jobs="slurm")

@@ -235,7 +235,7 @@ def test_every_key_can_be_typed() -> None:
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for section, value in tree.items():
-        inner = value if isinstance(value, dict) else None
+        inner = _flat(value) if isinstance(value, dict) and value else None
         found |= {section: value} if inner is None else {f"{section}.{key}": leaf for key, leaf in inner.items()}
     return found
 
