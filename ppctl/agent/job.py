@@ -10,6 +10,7 @@ directory, and the first of them has the rendezvous.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -29,16 +30,16 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from ppctl.agent import lives
 from ppctl.agent.node import ASKS, NodeAgent
 from ppctl.agent.rendezvous import CAME, JOIN, LOST, NodeRendezvous, StandsStillError
+from ppctl.agent.requeue import absent, requeue
 from ppctl.agent.smaller import complete, plan_smaller
 from ppctl.config.quantities import seconds
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted, visible
 from ppctl.host.devices import machines
-from ppctl.launch import slurm
 from ppctl.launch.enter import check_node, package_digest
 from ppctl.launch.environment import node_place
 from ppctl.launch.leave import job_outcome
 from ppctl.launch.machine import shortage
-from ppctl.launch.outcome import DONE, FINAL, GO_ON, STOPPED, TERMINATED, JobOutcome
+from ppctl.launch.outcome import DONE, FINAL, GO_ON, RESTART, STOPPED, TERMINATED, JobOutcome
 from ppctl.rank.own_process import raise_file_limit
 from ppctl.rank.rendezvous import SharedRun, publish_run, read_run, receive_run, sealed
 from ppctl.reach.store import SealedStore, join, limit_answers, listen_as, unproved
@@ -46,14 +47,14 @@ from ppctl.records.run_records import ASKED_WORDS
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import slurm_start
-from ppctl.runs.rundir import RunDir
+from ppctl.runs.rundir import RunDir, unwritable
 
 _JOB, _ASKED, _ANSWER = "ppctl/job", "ppctl/asked", timedelta(seconds=20)
 """How long the store may take for an answer: after at most two such times its host counts as lost."""
 _GONE = ("PP-E656", "PP-E708")
 """Codes of errors that the host of the rendezvous does not answer."""
-_SCRIPT = 30
-"""Seconds that the script of SLURM's job has to see a mark and to requeue."""
+_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+"""Errors that another start would meet again."""
 
 
 def main() -> int:
@@ -109,12 +110,11 @@ def _write(outcome: JobOutcome, run: RunDir, start: str) -> None:
 
 def _failed(error: PpctlError | OSError, run: str, host: str, agent: NodeAgent | None) -> JobOutcome:
     """Tell of an error that ends this agent. SLURM's job (of the `run`) starts again if its first `host` is lost, and
-    pods meet anew also where the file system has failed."""
+    after an error of the system that may pass, for which no node is to blame; pods meet anew."""
     in_slurm, passes = slurm_start() is not None, isinstance(error, OSError)
+    again = isinstance(error, OSError) and in_slurm and error.errno not in _LASTING
     if isinstance(error, OSError):
-        place = str(agent.run_dir.path) if agent else run or "."
-        message = f"{host_name()} cannot go on with the run directory {place}: {error}"
-        error = ConfigError(Problem("PP-E610", message, f"df -h {pasted(place)}", place))
+        error = _of_system(error, agent.run_dir.path if agent else Path(run or "."))
     problem = error.problems[0]
     gone = run and problem.code in _GONE
     if run and not in_slurm and (gone or passes):
@@ -123,8 +123,18 @@ def _failed(error: PpctlError | OSError, run: str, host: str, agent: NodeAgent |
     print("\n".join(f"error {each}" for each in error.problems), file=sys.stderr)
     if gone:  # if it is this agent that is lost, the others requeue or begin a life, which they may have to plan first
         time.sleep((3 + 7 * (RunDir(Path(run)).read_config().launch.shrink == "smaller")) * LOST)
-        _requeue(RunDir(Path(run)), agent, problem.message, [host])
+        requeue(RunDir(Path(run)), agent, problem.message, [host])
+    if again and agent is not None:
+        with suppress(OSError):
+            if requeue(agent.run_dir, agent, problem.message, []):
+                return JobOutcome(STOPPED, "stopped", problem.message)
     return JobOutcome(error.exit_code, "failed", str(problem))
+
+
+def _of_system(error: OSError, run: Path) -> ConfigError:
+    if error.errno in _LASTING or str(error.filename or "").startswith(f"{run}/"):
+        return unwritable(error, run, f"df -h {pasted(run)}", host_name())
+    return ConfigError(Problem("PP-E610", f"{host_name()} cannot go on: {error}", "ulimit -a", host_name()))
 
 
 def _of_job(run: str) -> tuple[str, ...]:
@@ -273,15 +283,16 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
     """Run the agent; how the job ended, by the run directory, and None if those that are left begin another. Raises
     TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job starts
     again without lost nodes, also before its first life."""
-    run, ended = agent.run_dir, True
+    run, ended, code = agent.run_dir, True, None
     try:
         agent.store.set(f"{CAME}/{agent.store.plain.add(CAME, 1)}", host_name())
         _live(agent, serves=serves)
     except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 1
         if agent.in_pod or not agent.asked:  # the others go on
             if agent.in_slurm and serves:
-                _requeue(run, agent, f"ranks on {host_name()} cannot be killed", [host_name()])
-            return JobOutcome(left.code if isinstance(left.code, int) else 1, "interrupted")
+                requeue(run, agent, f"ranks on {host_name()} cannot be killed", [host_name()])
+            return JobOutcome(code, "interrupted")
     except RendezvousClosedError as closed:
         ended = not closed.args
     except StandsStillError as error:
@@ -295,8 +306,13 @@ def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serv
     outcome = job_outcome(run, 1, ended=ended)
     if agent.in_pod:
         return _in_pod(agent, outcome, told)
-    by_hand = outcome.exit_code == STOPPED and not agent.in_slurm
-    return replace(outcome, report=f"go on with: {_remedy(agent)}") if by_hand else outcome
+    return outcome if agent.in_slurm else _by_hand(agent, outcome, code)
+
+
+def _by_hand(agent: NodeAgent, outcome: JobOutcome, code: int | None) -> JobOutcome:
+    if code is not None and outcome.state == "interrupted":  # a second signal to this agent
+        return replace(outcome, exit_code=code)
+    return replace(outcome, report=f"go on with: {_remedy(agent)}") if outcome.exit_code == STOPPED else outcome
 
 
 def _live(agent: NodeAgent, *, serves: bool) -> None:
@@ -308,11 +324,13 @@ def _live(agent: NodeAgent, *, serves: bool) -> None:
 
 
 def _still(agent: NodeAgent, error: StandsStillError) -> JobOutcome:
-    """The end of a job one of whose agents does not go on: SLURM's starts again without its host, pods meet anew.
+    """The end of a job one of whose agents does not go on: SLURM's starts again without its host, a JobSet restarts.
     Raises TrainingError (PP-E709)."""
-    if not (agent.in_pod or (agent.in_slurm and _requeue(agent.run_dir, agent, str(error), [error.host]))):
+    # Who stands still may have begun the life in which all that are here have places.
+    agent.life = fence.latest(agent.life, agent.job, agent.run_dir.path)
+    if not (agent.in_pod or (agent.in_slurm and requeue(agent.run_dir, agent, str(error), [error.host]))):
         raise TrainingError(Problem("PP-E709", str(error), _remedy(agent))) from error
-    return JobOutcome(GO_ON if agent.in_pod else STOPPED, "stopped", str(error))
+    return JobOutcome(RESTART if agent.in_pod else STOPPED, "stopped", str(error))
 
 
 def _too_few(
@@ -324,9 +342,9 @@ def _too_few(
     message = why or "not all hosts of the run came in time" + " (launch.shrink=requeue)" * goes_on
     if agent.in_slurm and serves:
         here = here or (agent.rendezvous.here() if goes_on else _names(agent.store, CAME))
-        absent, doubt = _absent(here)
-        told = why or (goes_on and lives.why(run, [*here, *absent], here)) or message
-        goes_on |= _requeue(run, agent, told + doubt, absent)
+        gone, doubt = absent(here)
+        told = why or (goes_on and lives.why(run, [*here, *gone], here)) or message
+        goes_on |= requeue(run, agent, told + doubt, gone)
     if not goes_on:
         raise TrainingError(Problem("PP-E709", message, _remedy(agent))) from error
     if agent.in_pod:
@@ -351,35 +369,3 @@ def _in_pod(agent: NodeAgent, outcome: JobOutcome, told: list[str]) -> JobOutcom
 
 def _gone(which: str, remedy: str = "") -> TrainingError:
     return TrainingError(Problem("PP-E656", f"the host of the rendezvous{which} does not answer any more", remedy))
-
-
-def _absent(here: Iterable[str]) -> tuple[list[str], str]:
-    """The nodes of SLURM's job to leave out, those that are not `here`, and why none if half or more of three are not:
-    then this one may have stood still. Of two it is the other, since this one works."""
-    nodes = set(os.environ.get("PPCTL_NODES", "").split())
-    gone = sorted(nodes.difference(here))
-    if len(nodes) <= 2 or 2 * len(gone) < len(nodes):
-        return gone, ""
-    doubt = f"whether they or {host_name()} stood still cannot be told, so that none is left out"
-    return [], f"; {len(gone)} of {len(nodes)} nodes are missing: {doubt}"
-
-
-def _requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> bool:
-    """Have SLURM's job start again; False if its run is over or goes on without this process, which may have no agent
-    yet. The script does it when it sees the mark; if the script's node is the one that is lost, this process does."""
-    start = slurm_start()
-    status, finished = run.status(), run.result().get("state") == "finished"
-    over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
-    if start is None or over or fence.older(life := agent.start if agent else lives.before(run, submitted=True)):
-        return False
-    if run.requeue_mark(start) is None:
-        run.write_requeue_mark(start, why, without)
-    if agent is not None and agent.asked != signal.SIGTERM:  # by then ranks may have followed a request to save
-        agent.asked = 0
-    time.sleep(_SCRIPT + int(os.environ.get("SLURM_NODEID", 0)))  # one after the other: the first ends all
-    # A signal meanwhile: the script lives and has decided, or somebody ends the job.
-    told = (agent and agent.asked) or signal.sigpending()  # it may not listen yet
-    more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
-    if more and not told and fence.older(life) is None:
-        slurm.requeue(os.environ["SLURM_JOB_ID"], run.requeue_mark(start) or "")  # of whoever came first
-    return True

@@ -136,7 +136,7 @@ class NodeAgent(SimpleElasticAgent):
         if run.result():  # written when all ranks had done their work
             return RunResult(State.SUCCEEDED, codes)
         exits = [Exit(rank, code, time.time(), ended=False) for rank, code in codes.items() if code]
-        for failure in failures(exits, []) if fence.older(self.life) is None else ():
+        for failure in failures(exits, []) if fence.older(self.start) is None else ():
             if not run.has_error(failure.rank):
                 with suppress(OSError):  # on a full disk its log has the reason
                     run.write_error(failure)
@@ -149,7 +149,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
-        if worker_group.group_rank == 0 and fence.older(self.life) is None:
+        if worker_group.group_rank == 0 and fence.older(self.start) is None:
             with suppress(OSError):  # on a full disk the next life's ranks tell
                 self.run_dir.write_status("starting")  # the run has not failed, as its ranks may have written
 
@@ -177,8 +177,9 @@ class NodeAgent(SimpleElasticAgent):
         store = copy(self.store)
         store.plain = cast(Any, group.store)  # of this rendezvous alone
         store.set(f"node/{group.group_rank}", host_name())
+        until = time.monotonic() + (limit := seconds(self.launch.start_limit))
         if group.group_rank == 0:
-            nodes = [self._value(store, f"node/{each}", each) for each in range(group.group_world_size or 0)]
+            nodes = [self._value(store, f"node/{each}", each, until) for each in range(group.group_world_size or 0)]
             if "" not in nodes:
                 number, word = self.store.plain.add("ppctl/lives", 1), f"-{secrets.token_hex(4)}"
                 self.life = fence.latest(self.life, self.job, self.run_dir.path)
@@ -189,21 +190,19 @@ class NodeAgent(SimpleElasticAgent):
                 if why:
                     told = f"note: start {number} on {', '.join(nodes)}: {why}"
                     print(visible(told), file=sys.stderr, flush=True)
-        start = self._value(store, "life", 0, more=2.0)  # the first waits for others' names before
+        start = self._value(store, "life", 0, until + limit)  # the first waits for others' names before
         if start is None:
             raise RendezvousClosedError("failed")
         return str(start)
 
-    def _value(self, store: SealedStore, key: str, group_rank: int, more: float = 1.0) -> Any:
+    def _value(self, store: SealedStore, key: str, group_rank: int, until: float) -> Any:
         """The value of this agent once it is there; empty if an agent has gone. Never waits in the store: signs of life
-        go there. Raises StandsStillError after `more` times `launch.start_limit`."""
-        limit = more * seconds(self.launch.start_limit)
-        until = time.monotonic() + limit
+        go there. Raises StandsStillError at the time `until`, which is `launch.start_limit` away at least."""
         while not store.plain.check([key]):
             if self.rendezvous.num_nodes_waiting():
                 return ""
             if time.monotonic() > until:
-                raise StandsStillError(self.rendezvous.host_of(group_rank), limit)
+                raise StandsStillError(self.rendezvous.host_of(group_rank), seconds(self.launch.start_limit))
             time.sleep(_LOOK)
         return store.get(key)
 

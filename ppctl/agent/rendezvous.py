@@ -30,7 +30,7 @@ class StandsStillError(RendezvousTimeoutError):
     """A `host` whose agent gives signs of life, and does not go on: perhaps it waits for the file system."""
 
     def __init__(self, host: str, limit: float) -> None:
-        super().__init__(f"the agent on {host} lives, and has not gone on for {limit:g} s (launch.start_limit)")
+        super().__init__(f"the agent on {host} lives, and has not gone on for {limit:g} s or more (launch.start_limit)")
         self.host = host
 
 

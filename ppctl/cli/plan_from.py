@@ -20,7 +20,7 @@ from ppctl.config.mapping import nested
 from ppctl.config.name_tables import SYSTEMS
 from ppctl.config.other_systems import NO_MODEL, OF_THE_MODEL
 from ppctl.config.resources import groups
-from ppctl.config.translate import Translation, translation
+from ppctl.config.translate import VOCABULARY_ALONE, Translation, translation
 from ppctl.errors import ConfigError, Problem, pasted, visible
 from ppctl.launch.planning import composed
 
@@ -106,7 +106,8 @@ def _recipe(found: Translation, args: argparse.Namespace) -> Iterator[str]:
         raise ConfigError(Problem("PP-E103", message, _again(args), "command line"))
     yield comment(f"{Path(args.source).name}, translated from {SYSTEMS[found.system]}.")
     yield comment(f"Source: {args.source}, read on {date.today()} by ppctl {__version__}. Behind a value: its setting.")
-    yield from (comment(f"Not carried over: {row.typed}: {answered(row)}") for row in found.lost)
+    left = [*found.lost, *(row for row in found.rows if row.why == VOCABULARY_ALONE)]
+    yield from (comment(f"Not carried over: {row.typed}: {answered(row)}") for row in left)
     if chosen:
         yield "defaults:"
         yield from (f"  - override /{group}: {option}" for group, option in chosen.items())

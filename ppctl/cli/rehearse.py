@@ -16,7 +16,7 @@ from math import ceil
 from pathlib import Path
 
 from ppctl.checkpoint.tensor_parts import spans
-from ppctl.cli.console import aligned, note, print_problems, prose, width
+from ppctl.cli.console import aligned, duration, note, print_problems, prose, width
 from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
 from ppctl.config.argv import Arguments
 from ppctl.config.compose import Composed
@@ -319,7 +319,7 @@ def _launching(rehearsal: Rehearsal) -> _Part:
         rows.append([str(each.rank), f"{operations:,}", f"{launches:,}", f"{launches * _LAUNCH_SECONDS:.3g}"])
     head = (
         f"Operations and kernel launches of a step, and the least that the host needs for them at "
-        f"{1e6 * _LAUNCH_SECONDS:.0f} us a launch (the plan's step: {rehearsal.plan.step_time_s:.3g} s)"
+        f"{1e6 * _LAUNCH_SECONDS:.0f} us a launch (the plan's step: {duration(rehearsal.plan.step_time_s)})"
     )
     return [head], aligned(rows, right=4)
 

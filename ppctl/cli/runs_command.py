@@ -116,7 +116,10 @@ def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
         message = f"two or more runs are compared, and {len(runs)} {'is' if runs else 'are'} named"
         every, where = list_runs(args.dir), ["--dir", str(args.dir)] * (args.dir != RUNS)
         ways = [["compare", "*"]] if len(every) > 1 and "*" not in args.typed else []
-        ways += [["show", run.id] for run in runs or every[:1]]
+        ways += [
+            ["show", run.id if run.path.parent.parent == Path(args.dir).absolute() else str(run.path)]
+            for run in runs or every[:1]
+        ]
         raise ConfigError(
             Problem("PP-E105", message, "\n".join(pasted("ppctl", "runs", *way, *where) for way in ways or [[]]))
         )

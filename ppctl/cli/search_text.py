@@ -125,8 +125,8 @@ def so_far(search: Search) -> str:
     """The best so far in one line."""
     done = search.counts
     seen = number(done.total, "configuration") + " seen so far" * (not search.counted)
-    note = f"of {seen}, {number(done.total - done.undecided, 'is', 'are')} decided on "
-    note += f"{number(search.space.world, 'GPU')}, {done.planned:,} planned"
+    decided = f"{done.total - done.undecided:,} of {seen} decided"
+    note = f"{decided} for {number(search.space.world, 'GPU')}; {done.planned:,} planned"
     if not search.found:
         return note + "; none fits yet" * bool(done.planned)
     best = search.found[0]

@@ -196,8 +196,9 @@ def flag_problem(
         message = "--from is a flag of ppctl plan, whose --write makes a recipe that every command takes"
         return Problem("PP-E107", message, f"ppctl plan --from {pasted(value or 'FILE')} --write my.yaml", place)
     if flag == "--resume":
-        message = "--resume is a flag of ppctl node; a run goes on with ppctl resume"
-        return Problem("PP-E107", message, f"ppctl resume{value and ' '}{pasted(value)}", place)
+        way = ["ppctl", "requeue" if command == "submit" else "resume"]
+        message = f"--resume is a flag of ppctl node; a run goes on with {' '.join(way)}"
+        return Problem("PP-E107", message, pasted(*way, *filter(None, [value])), place)
     if key := TAKEN.get(flag):
         remedy = f"ppctl explain {key.name}" if key.is_list else f"{flag} {value_text(key.default)}"
         return Problem("PP-E107", f"{flag} needs a value", remedy, place)

@@ -128,7 +128,8 @@ class LaunchConfig:
     """Environment variables set for every rank."""
     start_limit: str = key("30m", TIME)
     """Time limit for the start of the ranks, including loading; then the job ends and names the rank at fault. It also
-    limits the health check of SLURM's job, and the job's first step, in which nodes import their container."""
+    limits the health check of SLURM's job, the job's first step, in which nodes import their container, and how long
+    agents wait for one that lives and does not go on."""
     edge_limit: str = key("2m", TIME)
     """Time limit for each connection and each group in the test before the first step."""
     first_step_limit: str = key("60m", TIME)

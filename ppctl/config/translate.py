@@ -170,6 +170,8 @@ def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
     return _VARIABLE.sub(value, word)
 
 
+VOCABULARY_ALONE = "a plan needs only the vocabulary, which the command line says; to train, type data.tokenizer=DIR"
+"""Why a tokenizer that the shell alone knows may be missing."""
 _ROWS, _BYTES = "model.vocab_size", text_keys()["model.vocab_size"].default
 _BATCH, _MICRO = "train.global_batch_size", "train.micro_batch_size"
 _SP, _TP = "parallel.sequence_parallel", "parallel.tensor_model_parallel_size"
@@ -313,10 +315,13 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
         values = setting.value if isinstance(setting.value, list) else [setting.value]
         row = _of_flag(setting.name.replace("_", "-"), values, batch) or _UNKNOWN
         unread = [key for key, text in row.pairs if "$" in text]
-        if unread and all(key in typed or (key == "data.tokenizer" and _ROWS in typed) for key in unread):
+        if unread and all(key in typed for key in unread):
             row = TranslatedFlag("", why="the command line says it", code=NOTHING)
+        elif unread == ["data.tokenizer"] and _ROWS in typed:
+            row = TranslatedFlag("", why=VOCABULARY_ALONE, code=NOTHING)
         elif unread:
-            row = _of_the_shell(unread[0], vocabulary=typed.get(_ROWS, said.get(_ROWS)))
+            sized = given.names_model or _ROWS in {*typed, *said} or "--vocab-size" in given.values
+            row = _of_the_shell(unread[0], sized=sized)
         elif row.pairs == [(_SP, "true")] and typed.get(_TP, given.get("--tensor-model-parallel-size", "1")) == "1":
             row = TranslatedFlag("", why="Megatron switches it off, too, where tp is 1", code=NOTHING)
         said |= dict(row.pairs)
@@ -330,11 +335,12 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
             yield TranslatedFlag(f"{key} (not given)", pasted(f"{key}={theirs}"), "Megatron's default", place=path)
 
 
-def _of_the_shell(key: str, vocabulary: str | None) -> TranslatedFlag:
-    """The answer to a value that stands in a shell variable; a tokenizer gives the plan its vocabulary."""
+def _of_the_shell(key: str, *, sized: bool) -> TranslatedFlag:
+    """The answer to a value that stands in a shell variable; a tokenizer gives the plan its vocabulary unless it is
+    `sized` otherwise."""
     why = f"only the shell that runs the script knows this value: type {key}=..."
-    if key == "data.tokenizer" and vocabulary is None:
-        why = why.replace("...", f"DIR, or {_ROWS}=N to plan; until then the vocabulary is {_BYTES}, of bytes")
+    if key == "data.tokenizer" and not sized:
+        why = why.replace("...", f"DIR, or {_ROWS}=N to plan; until then it is one of bytes ({_BYTES}, rounded up)")
     return TranslatedFlag("", why=why)
 
 

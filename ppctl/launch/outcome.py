@@ -19,7 +19,7 @@ from ppctl.records.rank_records import RankFailure, RankState
 from ppctl.runs.checkpoint_folder import find, step_of
 from ppctl.runs.rundir import RunDir
 
-DONE, STOPPED, GO_ON, INTERRUPTED, TERMINATED = 0, 75, 76, 130, 143
+DONE, STOPPED, GO_ON, RESTART, INTERRUPTED, TERMINATED = 0, 75, 76, 77, 130, 143
 FINAL = (2, 3, 4)
 """Exit codes of failures that another start would repeat: config, checkpoint, memory."""
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"

@@ -29,7 +29,7 @@ from ppctl.errors import PpctlError, visible
 from ppctl.host.processes import python
 from ppctl.launch.enter import check_node
 from ppctl.launch.environment import Started
-from ppctl.launch.outcome import DONE, GO_ON, TERMINATED
+from ppctl.launch.outcome import DONE, GO_ON, RESTART, TERMINATED
 from ppctl.launch.planning import refuse
 from ppctl.launch.run_directory import Launch, new_run
 from ppctl.plan import Plan
@@ -39,6 +39,8 @@ from ppctl.runs.rundir import RunDir
 _PAUSE, _ARRIVAL = 1.0, 60.0
 """Seconds between checks that pod 0 answers, and before the next meeting; and seconds until a new directory of pod 0's
 is seen here, since NFS caches that it was missing."""
+_SHORT, _MOST_SHORT = 60.0, 5
+"""Seconds of an agent that has done nothing, and how many of them in a row: what ends them does not pass here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +78,9 @@ class _Pod:
             self._agent.terminate()
 
     def live(self, digest: str) -> int:
-        """Run agents until the run is over or this pod has to go; returns the exit code. Raises PpctlError."""
+        """Run agents until the run is over or this pod has to go; returns the exit code, GO_ON if the JobSet is to
+        restart. Raises PpctlError."""
+        short = 0
         while self._can_meet():
             if self._is_finished:
                 return DONE
@@ -86,7 +90,10 @@ class _Pod:
             while not self._has_directory and time.monotonic() < until:
                 time.sleep(_PAUSE)
             check_node(self.run, digest)
-            code = self._run_agent()
+            began, code = time.monotonic(), self._run_agent()
+            short = short + 1 if time.monotonic() - began < _SHORT else 0
+            if code == RESTART or short > _MOST_SHORT:
+                break
             if code != GO_ON or self.index == 0:
                 return code if code >= 0 else 128 - code
             time.sleep(_PAUSE)

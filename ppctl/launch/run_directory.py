@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import ppctl
 from ppctl.config.schema import RunConfig
 from ppctl.errors import pasted
+from ppctl.host.files import write_atomically
 from ppctl.host.processes import identity
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import count_gpus
@@ -74,7 +76,8 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
     if checkpoint is not None and resume != AUTO:
         resume = str(checkpoint)
     try:
-        (run.path / "life").unlink(missing_ok=True)  # the launcher's ranks have no other
+        # The launcher's ranks do not look, but an agent of an earlier start does.
+        write_atomically(run.path / "life", f"launcher-{secrets.token_hex(4)}")
         set_aside(run)
         _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     except OSError as error:

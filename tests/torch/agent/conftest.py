@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.agent import job
+from ppctl.agent import job, requeue
 from ppctl.config.schema import RunConfig
 from ppctl.runs.rundir import RunDir
 
@@ -27,5 +27,5 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that agents requeue; nobody waits."""
     jobs: list[str] = []
     monkeypatch.setattr(job.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(job))
+    monkeypatch.setattr(requeue.slurm, "requeue", lambda job, without: jobs.append(job))
     return jobs

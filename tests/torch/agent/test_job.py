@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 from lone_agents import agent_of, mark_of, store_of
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from ppctl.agent import job, lives
+from ppctl.agent import job, lives, requeue
 from ppctl.agent.node import NodeAgent
 from ppctl.agent.rendezvous import NodeRendezvous
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
-from ppctl.launch.outcome import GO_ON
+from ppctl.launch.outcome import GO_ON, RESTART, JobOutcome
 from ppctl.launch.run_directory import with_value
 from ppctl.reach.store import SealedStore
 from ppctl.runs.rundir import RunDir
@@ -45,7 +46,8 @@ def test_a_job_starts_again_rather_than_on_less_than_half_of_its_hosts(
         agent.store.set(f"ppctl/left/j/{number}", name)
     agent.store.plain.add("ppctl/left/j", left + 1)
     monkeypatch.setattr(job, "plan_smaller", plan)
-    monkeypatch.setattr(job, "host_name", lambda: "node-0")
+    for each in (job, requeue):
+        monkeypatch.setattr(each, "host_name", lambda: "node-0")
     for name in ("publish_run", "read_run"):
         monkeypatch.setattr(job, name, lambda *_: None)
     monkeypatch.setattr(job, "receive_run", lambda *_: (None, None))
@@ -80,15 +82,16 @@ def still(run: RunDir) -> tuple[Any, SealedStore]:
 def test_an_agent_that_lives_and_does_not_go_on_is_not_waited_for(run: RunDir, jobs: list[str], where: str) -> None:
     """Its main thread stands in the file system, and its signs of life come from another."""
     agent, store = still(run)
+    lives.begin(run, "j", 1, ["node-0", "node-1"], 3)  # in which the first one stands
     agent.in_slurm, agent.in_pod = where == "in SLURM's job", where == "in a pod"
-    agent.run = lambda: NodeAgent._value(agent, store, "life", 0)
+    agent.run = lambda: NodeAgent._value(agent, store, "life", 0, time.monotonic() + 1)
     agent.store = store
     if where == "by hand":
         with pytest.raises(TrainingError, match="PP-E709: the agent on node-0 lives"):
             job._to_the_end(agent, "node-0", "29500", [], serves=False)
     else:
         outcome = job._to_the_end(agent, "node-0", "29500", [], serves=False)
-        assert outcome is not None and outcome.exit_code == (GO_ON if agent.in_pod else 75)
+        assert outcome is not None and outcome.exit_code == (RESTART if agent.in_pod else 75)
     assert (mark_of(run) or "").startswith("node-0\nthe agent on node-0 lives" if agent.in_slurm else "")
     assert bool(jobs) == agent.in_slurm
 
@@ -167,6 +170,39 @@ def test_a_run_directory_that_cannot_be_written_is_a_problem_and_no_traceback(
     assert job.main() == (GO_ON if where == "in a pod" else 2)
     said = capsys.readouterr().err
     assert "No space left on device" in said and ("PP-E610" in said) == (where != "in a pod")
+
+
+def test_an_error_of_the_system_that_may_pass_requeues_slurms_job_and_blames_no_node(
+    run: RunDir, jobs: list[str]
+) -> None:
+    stale = OSError(116, "Stale file handle", str(run.path / "life"))
+    outcome = job._failed(stale, str(run.path), "node-0", agent_of(run))
+    assert (outcome.exit_code, outcome.state, jobs) == (75, "stopped", ["7"])
+    assert (mark_of(run) or "").startswith("\nthe run directory cannot be written: Stale file handle")
+    outcome = job._failed(OSError(28, "No space left on device"), str(run.path), "node-0", agent_of(run))
+    assert (outcome.exit_code, jobs) == (2, ["7"])
+
+
+def test_what_is_no_matter_of_files_is_not_told_as_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    job._failed(OSError(24, "Too many open files"), "", "node-0", None)
+    said = capsys.readouterr().err
+    assert "Too many open files" in said and "try: ulimit -a" in said and "run directory" not in said
+
+
+def test_an_agent_without_a_life_does_not_write_over_a_newer_start(run: RunDir) -> None:
+    agent = agent_of(run)
+    agent._shutdown = lambda: None
+    (run.path / "life").write_text("7.1")
+    run.write_status("finished")
+    NodeAgent._stop_workers(agent, SimpleNamespace(group_rank=0))
+    assert run.status()["state"] == "finished"
+
+
+@pytest.mark.parametrize(("state", "code"), [("interrupted", 130), ("stopped", 75)])
+def test_a_second_signal_gives_the_exit_code_of_who_heard_it(run: RunDir, state: str, code: int) -> None:
+    agent = agent_of(run)
+    outcome = job._by_hand(agent, JobOutcome(143 if state == "interrupted" else 75, state), 130)
+    assert outcome.exit_code == code
 
 
 def test_an_agent_of_the_next_job_has_the_life_of_the_one_before_until_it_begins_its_own(

@@ -10,7 +10,7 @@ import pytest
 from lone_agents import Agent, agent_of, mark_of, store_of
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from ppctl.agent import job, lives
+from ppctl.agent import job, lives, requeue
 from ppctl.agent.node import NodeAgent
 from ppctl.agent.rendezvous import CAME
 from ppctl.config.schema import RunConfig
@@ -27,8 +27,8 @@ def requeued(
     """The mark that is left, and the jobs that the agent itself has requeued, if `meanwhile` happens while it waits."""
     jobs: list[str] = []
     monkeypatch.setattr(job.time, "sleep", lambda seconds: meanwhile())
-    monkeypatch.setattr(job.slurm, "requeue", lambda job, without: jobs.append(f"{job} without {without}"))
-    job._requeue(agent.run_dir, agent, "a node is gone", ["node-1"])
+    monkeypatch.setattr(requeue.slurm, "requeue", lambda job, without: jobs.append(f"{job} without {without}"))
+    requeue.requeue(agent.run_dir, agent, "a node is gone", ["node-1"])
     return mark_of(agent.run_dir), jobs
 
 
@@ -204,7 +204,7 @@ def test_a_signal_that_waits_for_an_agent_says_that_somebody_ends_the_job(run: R
     before = signal.pthread_sigmask(signal.SIG_BLOCK, job.ASKS)
     try:
         signal.raise_signal(signal.SIGUSR1)
-        job._requeue(run, None, "no answer", ["node-0"])
+        requeue.requeue(run, None, "no answer", ["node-0"])
         assert signal.sigwait({signal.SIGUSR1}) == signal.SIGUSR1
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -250,7 +250,7 @@ def test_an_agent_that_misses_half_of_the_nodes_blames_none(
     nodes: str, here: str, absent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PPCTL_NODES", nodes)
-    assert job._absent(here.split())[0] == absent
+    assert requeue.absent(here.split())[0] == absent
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -258,7 +258,7 @@ def test_an_agent_that_blames_none_says_why(
     run: RunDir, jobs: list[str], begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PPCTL_NODES", "node-0 node-1 node-2 node-3")
-    monkeypatch.setattr(job, "host_name", lambda: "node-0")
+    monkeypatch.setattr(requeue, "host_name", lambda: "node-0")
     agent = no_meeting(agent_of(run), begun, ["node-0", "node-2"] if begun else [])
     job._to_the_end(agent, "node-0", "29500", [], serves=True)
     came = "not all hosts of the run came in time" + " (launch.shrink=requeue)" * begun
@@ -273,7 +273,7 @@ def test_an_agent_without_a_life_that_stood_still_leaves_the_next_start_alone(ru
     agent.run = lambda: None
     job._live(agent, serves=True)
     assert agent.life == "" and fence.older(agent.start) is not None
-    assert not job._requeue(run, agent, "a node is gone", ["node-1"])
+    assert not requeue.requeue(run, agent, "a node is gone", ["node-1"])
     assert (mark_of(run), jobs) == (None, [])
 
 
@@ -283,6 +283,7 @@ def test_others_have_time_to_plan_a_smaller_run_before_this_agent_requeues(
 ) -> None:
     config, slept = RunConfig(), list[float]()
     run.write_config(with_value(config, "launch", shrink=shrink))
-    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))  # threads of other tests sleep as well
+    for each in (job, requeue):  # threads of other tests sleep as well
+        monkeypatch.setattr(each, "time", SimpleNamespace(sleep=slept.append))
     job._failed(TrainingError(Problem("PP-E656", "no answer")), str(run.path), "node-0", None)
     assert slept == [waits, 30] and jobs == ["7"]

@@ -110,6 +110,12 @@ def test_a_flag_that_does_not_exist_is_answered_with_one_that_the_command_takes(
     assert "--prompts" not in problem.message
 
 
+@pytest.mark.parametrize(("command", "remedy"), [("train", "ppctl resume"), ("submit", "ppctl requeue")])
+def test_a_job_goes_on_by_its_own_command(command: str, remedy: str) -> None:
+    (problem,) = normalise(["--resume"], {}, command).problems
+    assert problem.remedy == remedy and problem.message.endswith(f"a run goes on with {remedy}")
+
+
 def test_aliases_and_flags_name_keys_that_exist():
     assert set(ALIASES.values()) <= set(text_keys())
     assert {key.name for key in TAKEN.values()} <= set(text_keys())

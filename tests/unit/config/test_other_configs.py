@@ -289,12 +289,16 @@ def test_what_only_the_shell_knows_is_told_with_what_follows_from_it(tmp_path, c
     _, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"))
     why = next(row["why"] for row in report["translation"] if row["typed"].startswith("--tokenizer-model"))
     assert why.endswith(
-        "type data.tokenizer=DIR, or model.vocab_size=N to plan; until then the vocabulary is 320, of bytes"
+        "type data.tokenizer=DIR, or model.vocab_size=N to plan; until then it is one of bytes (320, rounded up)"
     )
     assert report["problems"][-1]["code"] == "PP-E205"
     assert report["problems"][-1]["remedy"].splitlines()[0] == "nodes=4", "its shell may say more"
     code, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"), "model.vocab_size=1000", "nodes=4")
     assert (code, report["problems"]) == (0, [])
+    recipe = ("--write", str(tmp_path / "my.yaml"), "model.vocab_size=1000", "nodes=4")
+    plan(capsys, "--from", str(tmp_path / "train.sh"), *recipe)
+    assert "# Not carried over: --tokenizer-model" in (text := (tmp_path / "my.yaml").read_text())
+    assert "to train, type data.tokenizer=DIR" in " ".join(text.replace("\n#", "").split())
 
 
 def test_megatrons_test_recipes_in_yaml_are_flags_too(tmp_path, capsys) -> None:

@@ -19,7 +19,7 @@ from ppctl.cli.runs import facts
 from ppctl.errors import CheckpointError
 from ppctl.launch import enter, pod
 from ppctl.launch.environment import Started
-from ppctl.launch.outcome import GO_ON
+from ppctl.launch.outcome import GO_ON, RESTART
 from ppctl.launch.run_directory import Launch, new_run
 from ppctl.launch.weights import find_weights
 from ppctl.runs.checkpoint_folder import find, step_of
@@ -217,6 +217,22 @@ def test_a_pod_tries_again_where_the_file_system_fails(tmp_path: Path, monkeypat
     monkeypatch.setattr(pod.signal, "signal", lambda *_: None)
     monkeypatch.setattr(pod, "_Pod", lambda *_: SimpleNamespace(live=stale, go=None))
     assert pod.main([str(tmp_path), "--code", enter.LIVE, "--files", str(tmp_path), "--first", "0"]) == GO_ON
+
+
+@pytest.mark.parametrize(("code", "agents"), [(RESTART, 1), (GO_ON, 6), (1, 1)])
+def test_a_pod_whose_agents_end_at_once_has_the_jobset_restart(
+    tmp_path: Path, code: int, agents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(pod.time, "sleep", lambda _: None)
+    monkeypatch.setattr(pod, "check_node", lambda *_: None)
+    monkeypatch.setattr(pod._Pod, "_can_meet", lambda self: True)
+    monkeypatch.setattr(pod._Pod, "_has_directory", True)
+    monkeypatch.setattr(pod._Pod, "_run_agent", lambda self: started.append(1) or code)
+    own = pod._Pod.__new__(pod._Pod)
+    own.run, own.index, own.told_to_go = RunDir(tmp_path), 1, False
+    assert own.live(enter.LIVE) == (1 if code == 1 else GO_ON)
+    assert len(started) == agents
 
 
 def test_a_node_tells_why_it_cannot_enter(

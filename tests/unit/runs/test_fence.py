@@ -52,7 +52,7 @@ def test_it_is_refused_once_a_later_start_has_begun(run: RunDir, what: str, late
     if later == "by an agent":
         begin_start(run, "job.2")
     else:
-        (run.path / "life").unlink()  # as `launch.run_directory.go_on` does
+        (run.path / "life").write_text("launcher-1234abcd")  # as `launch.run_directory.go_on` does
     fence._looked -= fence._LEASE  # it stood still meanwhile
     before = files(run)
     with pytest.raises(TrainingError, match=r"start job\.1 is over") as refused:

@@ -362,7 +362,7 @@ def test_on_a_pipe_the_best_so_far_is_a_line_of_stderr_and_json_stays_json(
     said = capsys.readouterr()
     rows = json.loads(said.out)["rows"]
     last = said.err.splitlines()[-1]
-    assert " are decided on 4 GPUs, " in last
+    assert " decided for 4 GPUs; " in last
     assert last.endswith(f"best so far {rows[0]['tokens_per_s']:,.0f} tokens/s: {page_words(rows[0])}")
 
 
