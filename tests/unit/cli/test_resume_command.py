@@ -15,6 +15,7 @@ from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, go_on, new_run, with_value
+from ppctl.runs import fence
 from ppctl.runs.run_starts import hold
 from ppctl.runs.rundir import RunDir
 
@@ -129,7 +130,9 @@ def test_the_differences_are_shown(run: RunDir, capsys: pytest.CaptureFixture[st
 def test_the_directory_goes_on_and_keeps_what_was(run: RunDir) -> None:
     old, records = (run.path / "plan.json").read_text(), run.metrics()
     launch, checkpoint = prepared(run, "pp=2", "vpp=2")
+    before = fence.newest(run.path)  # of an agent that has begun nothing yet
     go_on(run, launch, checkpoint)
+    assert fence.older(before) is not None
     assert (run.path / "plan-1.json").read_text() == old
     assert run.read_plan().sizes.pp == 2
     assert run.read_config().checkpoint.resume == str(run.checkpoints / "step-4")
