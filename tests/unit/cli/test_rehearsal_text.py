@@ -72,8 +72,8 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
 
 
 AS_PLANNED = """\
-quickstart fits: memory peaks at 108.12 MiB on pp_rank 0 in 0B0 (planned: 108.12
-  MiB)
+quickstart fits: memory peaks at 108.12 MiB on pp_rank 0 in 0B0 (planned:
+  108.12 MiB)
 a device has 64.00 GiB: 0.2% of it is used
 against the plan: weights, gradients and optimizer equal to the byte, kept
   activations equal to the byte, peaks equal to the byte
@@ -96,7 +96,7 @@ ppctl/train/figures.py:46      2 per step                        rank 1
 ppctl/train/grad_norm.py:53    once per step                     all ranks
 
 Operations and kernel launches of a step, and the least that the host needs for
-  them at 5 us a launch (the plan's step: 0.0177 s)
+  them at 5 us a launch (the plan's step: 17.7 ms)
 rank  operations  launches  seconds
 0          1,050       420   0.0021
 1          1,050       420   0.0021
@@ -115,8 +115,8 @@ send        pp        8  24.00  all ranks
 """
 
 OFF_PLAN = """\
-quickstart fits: memory peaks at 112.89 MiB on pp_rank 0 in 0B0 (planned: 108.12
-  MiB)
+quickstart fits: memory peaks at 112.89 MiB on pp_rank 0 in 0B0 (planned:
+  108.12 MiB)
 a device has 64.00 GiB: 0.2% of it is used
 against the plan: weights, gradients and optimizer within 4.77 MiB, kept
   activations within 31.2%, peaks within 5.1%
