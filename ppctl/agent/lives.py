@@ -16,7 +16,7 @@ from ppctl.runs.rundir import RunDir
 
 
 def before(run: RunDir, *, submitted: bool) -> str:
-    """What an agent compares with the run's newest start before its first life: in SLURM's job the start that `enter`
+    """The start that an agent compares with the run's newest before its first life: in SLURM's job the one that `enter`
     wrote, elsewhere the newest one as it is now."""
     entered = slurm_start() if submitted else None
     return fence.variables(entered, run.path)[fence.LIFE] if entered else fence.newest(run.path)

@@ -40,8 +40,8 @@ SHARES = {
     T total = sum + T(1e-20), scaled = gradient * scale;
     of_x = scaled / total; of_sum = -scaled * (x / total / total); }""",
 }
-"""The same of `normalised`, in the dtype of the scores: with a gradient that of x as if the sum stood still, and what
-adds up to that of the sum."""
+"""Number of results -> a kernel of `normalised`, in the dtype of the scores. With two results it takes the gradient of
+the shares, and returns that of x with the sum held fixed, and the terms that add up to that of the sum."""
 
 _kernel = cache(lambda *of, **weight: torch.cuda.jiterator._create_multi_output_jit_fn(*of, **weight))
 

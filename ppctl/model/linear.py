@@ -354,7 +354,7 @@ def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None
 
 
 def _with_bias(out: Tensor, projection: Linear | Projection) -> Tensor:
-    """What split products make, plus the bias in their dtype: autocast casts a whole product's bias, too."""
+    """A split product plus its bias, in the product's dtype: autocast casts a whole product's bias, too."""
     return out if projection.bias is None else out + projection.bias.to(out.dtype)
 
 
