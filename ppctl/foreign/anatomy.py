@@ -62,7 +62,7 @@ def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """Name -> module outside the layers with weights or saved buffers of its own."""
+    """Name -> module, for each module outside the layers that has weights or saved buffers without its children's."""
     named = model.named_modules()
     return {path: module for path, module in named if not path.startswith(f"{layers}.") and next(saved(module), None)}
 
@@ -84,7 +84,7 @@ def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if len(outermost) != 1:
         listed = ", ".join(f"{path} of {len(module)}" for path, module in outermost) or "none"
         raise CannotCut(
-            f"one list of layers is needed, each of which is a module, and its lists of modules are {listed}"
+            f"exactly one of its lists of modules must be the list of its layers, but the candidates are {listed}"
         )
     return outermost[0]
 
@@ -110,9 +110,9 @@ def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequenc
 def _watch(
     model: nn.Module, layers: nn.ModuleList, outside: dict[str, nn.Module]
 ) -> tuple[list[str | int], int, tuple[int, ...]]:
-    """(the calls in one forward, layers by index and other modules by name; how layers return; if the model adds to the
-    loss, how many tensors the routers of each layer record). Raises CannotCut.
-    """
+    """Run one forward; return (its calls, layers by index and other modules by name; the length of the tuple that a
+    layer returns, 0 for a tensor alone; if the model adds to the loss, how many tensors the routers of each layer
+    record). Raises CannotCut."""
     calls: list[str | int] = []
     forms, widths = Counter[int](), Counter[tuple[int, ...]]()
     routed = list[int]()
@@ -139,7 +139,7 @@ def _watch(
             hook.remove()
     _check_states([*widths])
     if len(forms) > 1:
-        raise CannotCut(f"its layers return in {len(forms)} ways")
+        raise CannotCut(f"its layers return results of {len(forms)} forms, but all must return the same form")
     return calls, next(iter(forms), 0), tuple(b - a for a, b in pairwise([0, *routed])) if added else ()
 
 
@@ -147,14 +147,14 @@ def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
     """Raise CannotCut unless every hidden state is one tensor, [sequences, tokens, width], of equal width."""
     if len(shapes) > 1 or any(len(shape) != 3 or shape[:2] != (2, _TOKENS) for shape in shapes):
         listed = ", ".join(str(list(shape)) for shape in shapes)
-        reason = f"a message carries one state, of the same width for all layers, [2, {_TOKENS}, width]"
-        raise CannotCut(f"its layers return {listed} of 2 x {_TOKENS} tokens: {reason}")
+        reason = f"a message carries one state [2, {_TOKENS}, width], of the same width for all layers"
+        raise CannotCut(f"its layers return {listed} for 2 x {_TOKENS} tokens, but {reason}")
 
 
 def _sides(
     outside: dict[str, nn.Module], calls: list[str | int], count: int, name: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(modules called before all layers, after all), from the order of calls. Raises CannotCut."""
+    """(modules called before all layers, after all layers). Raises CannotCut for any other order of calls."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
         wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])

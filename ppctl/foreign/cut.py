@@ -1,6 +1,6 @@
 """Where a module is cut: which of its modules are on which stage.
 
-A user's module is cut by names (`PipelineConfig.module_fqns_per_model_part`), a model of transformers by the layers of
+A user's module is cut by names (`PipelineConfig.module_fqns_per_model_part`), a transformers model by the layers of
 its anatomy.
 """
 
@@ -32,7 +32,7 @@ class ModuleCut:
     parts: tuple[tuple[str, ...], ...]
     """The names of the modules with parameters or saved buffers."""
     inner: str = ""
-    """The name of the inner model, the only child (no container) that holds several of these modules; or ""."""
+    """The name of the inner model: the only child, no container, that holds several of these modules; "" without."""
 
     @cached_property
     def _parts_by_name(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ UNCUT = ModuleCut(())
 
 
 def cut_around(anatomy: Anatomy, layers: Sequence[Layer]) -> ModuleCut:
-    """A cut of a model of transformers into three parts: before these neighbouring layers, the layers, the rest."""
+    """Cut a transformers model into three parts: what comes before these neighbouring layers, the layers, the rest."""
     inside = [anatomy.layer(index) for index in range(anatomy.count)]
     order = [*anatomy.first, *inside, *anatomy.last]
     ends = {"embedding": anatomy.first, "loss": anatomy.last}
@@ -71,19 +71,19 @@ def cut_around(anatomy: Anatomy, layers: Sequence[Layer]) -> ModuleCut:
 
 
 def saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and saved buffers of a module by name, without its children's."""
+    """Yield (name, tensor) for the parameters and saved buffers of a module, without its children's."""
     yield from ((key, tensor) for key, tensor in module._parameters.items() if tensor is not None)
     yield from saved_buffers(module)
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield by name the buffers of a module that its state dict has, without its children's."""
+    """Yield (name, buffer) for the buffers of a module that its state dict has, without its children's."""
     transient = module._non_persistent_buffers_set
     yield from ((k, buffer) for k, buffer in module._buffers.items() if buffer is not None and k not in transient)
 
 
 def further_names(model: nn.Module) -> dict[str, str]:
-    """Return every further name of a shared parameter with its first name."""
+    """Map every further name of a shared parameter to the parameter's first name."""
     owners: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     pairs = {name: owners.setdefault(id(parameter), name) for name, parameter in named}
@@ -91,15 +91,15 @@ def further_names(model: nn.Module) -> dict[str, str]:
 
 
 def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: int) -> ModuleCut:
-    """The cut by `parts`. Raises ConfigError (PP-E131) with all problems: unknown names, a module named in two parts or
-    in none, an empty part, a number of parts that pp ranks cannot share.
+    """Return the cut by `parts`. Raises ConfigError with all problems: PP-E131 for unknown names, a module named in two
+    parts or in none, an empty part, a number of parts that pp ranks cannot share; PP-E132 for a module with two names.
     """
     if parts is None:
-        message = "a module that is not from transformers is cut by the names of its modules, and none are given"
+        message = "a module that is not from transformers is cut by the names of its modules, but none are given"
         raise ConfigError(Problem(CODE, message, _proposal(model, pp)))
     if isinstance(parts, str) or any(isinstance(part, str) for part in parts):
         raise ConfigError(
-            Problem(CODE, f"{FIELD} is {parts!r}: one list of names for every part", _proposal(model, pp))
+            Problem(CODE, f"{FIELD} must be one list of names for every part, not {parts!r}", _proposal(model, pp))
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     named = [[str(name) for name in part] for part in parts]
@@ -124,12 +124,12 @@ def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: in
 def _unknown(name: str, part: int, modules: dict[str, nn.Module]) -> Problem:
     near = nearest(name, [path for path in modules if path], limit=_SHOWN)
     known = near or [path for path in modules if path and "." not in path]
-    message = f"{FIELD}: part {part} names {name!r}, and the model has no such module"
+    message = f"{FIELD}: part {part} names {name!r}, but the model has no such module"
     return Problem(CODE, message, f"one of {', '.join(known[:_SHOWN])}")
 
 
 def _twice(parts: Sequence[Sequence[str]]) -> list[Problem]:
-    """Return the problems of modules that are named twice, by themselves or inside a module of another part."""
+    """Return the problems of modules that are in several parts, by name or inside a module of another part."""
     problems = []
     counts = Counter(name for part in parts for name in part)
     for name, count in counts.items():
@@ -141,7 +141,7 @@ def _twice(parts: Sequence[Sequence[str]]) -> list[Problem]:
             around = [(other, j) for j, names in enumerate(parts) for other in names if name.startswith(f"{other}.")]
             for other, j in around:
                 if j != k:
-                    message = f"{FIELD}: {name} is named in part {k}, and {other}, which holds it, in part {j}"
+                    message = f"{FIELD}: {name} is named in part {k}, but {other}, which holds it, in part {j}"
                     problems.append(Problem(CODE, message, f"name the modules in {other} one by one"))
     return problems
 

@@ -1,4 +1,4 @@
-"""Whether a module can be cut between its parts, and the messages: from one forward on meta tensors.
+"""Finds out, from one forward on meta tensors, whether a module can be cut between its parts, and the messages.
 
 Every tensor is followed from the operation that makes it. Beyond a cut only the tensor that enters the next part may be
 read: any other value of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
@@ -34,7 +34,7 @@ _SHAPE_ALONE = {"new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The tensors that cross the cuts in a forward of some shape."""
+    """The tensors that cross the cuts in a forward whose arguments have certain shapes."""
 
     edges: tuple[Tensor, ...]
     """The message from each part to the next one, on meta."""
@@ -54,9 +54,9 @@ def look_at(
 ) -> Crossing:
     """The Crossing of a model on meta, called with arguments of these shapes.
 
-    `aware` as in `CutStage`: inside these forwards nothing is followed. `around` has each stage's casts, `device` is
-    where it will run, whose autocast counts. Raises ConfigError (PP-E132) naming the module that reads a value of
-    another part, is called out of order or not at all, or needs values.
+    `aware` is as in `CutStage`: inside these forwards nothing is followed. `around` has each stage's casts. The model
+    will run on `device`, so that device's autocast counts. Raises ConfigError (PP-E132) naming the module that reads a
+    value of another part, is called out of order or not at all, or needs values.
     """
     forward = _Forward(cut, arguments, frozenset(aware), tuple(around) or (Casts(),) * len(cut.parts), device)
     try:
@@ -88,7 +88,7 @@ def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Cros
 
 
 def _in_place(place: torch.device, values: Any) -> Any:
-    """`values` with each tensor replaced by one of its form and dtype on this device, without values."""
+    """Return `values` with an empty tensor of the same form and dtype on this device in place of each tensor."""
 
     def empty(each: Tensor) -> Tensor:
         return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=place)
@@ -98,7 +98,7 @@ def _in_place(place: torch.device, values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of a whole model on meta tensors, which can be run on meta or on a device."""
+    """The forward of a whole model on tensors without values: on meta, or as fake tensors of a device."""
 
     cut: ModuleCut
     arguments: Arguments
@@ -117,7 +117,7 @@ class _Forward:
             return self._chain(blank, arguments, place)
 
     def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing:
-        """The tensors sent between the parts, if the parts are called one after another. Raises ConfigError."""
+        """Call the parts in order; return the tensors between them. Raises ConfigError if a part returns no tensor."""
         edges: list[Tensor] = []
         for number, casts in enumerate(self.around[:-1]):
             stage = CutStage(blank, self.cut, number, place, self.aware)
@@ -172,11 +172,11 @@ class _Autocast(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Marks tensors with the part that made them while a model runs, and notes the tensors that cross a cut.
+    """Marks tensors with the part that made them while a model on meta runs, and notes the tensors that cross a cut.
 
-    Tensors that depend on the model's arguments alone have no mark: every stage makes them. `model` must be on meta.
-    Modules that an `aware` forward calls are not followed; an inner model that is aware counts as one module, which
-    begins in its first part and ends in its last.
+    Tensors that depend on the model's arguments alone have no mark: every stage makes them. Modules that an `aware`
+    forward calls are not followed; an inner model that is aware counts as one module, which begins in its first part
+    and ends in its last. Hooks stay on `model` until `remove_hooks`.
     """
 
     def __init__(self, model: nn.Module, cut: ModuleCut, aware: frozenset[str], around: Sequence[Casts]) -> None:
@@ -212,7 +212,7 @@ class _Watch(TorchDispatchMode):
             hook.remove()
 
     def conclude(self) -> None:
-        """Raise ConfigError with the first problem found, or with the first part of which no module was called."""
+        """Raise ConfigError with the first problem found, if any. A part none of whose modules was called is one."""
         called = self.forms.keys()
         for part, names in enumerate(self.watched):
             lost = [name for name in names if name not in called]
@@ -242,17 +242,17 @@ class _Watch(TorchDispatchMode):
     def _crossed(self, tensor: Tensor) -> None:
         where = self._running[-1] if self._running else "the model's own forward"
         what, made = self._names.get(tensor, "a tensor"), self._marks[tensor]
-        message = f"{where}, in part {self.part}, reads {what} of part {made}: only the hidden state crosses a cut"
+        message = f"{where}, in part {self.part}, reads {what} of part {made}, but only the hidden state crosses a cut"
         self.problems.append(
             Problem(CODE, message, "parts that keep both on one stage, or a residual inside one module")
         )
 
     def _enter(self, part: int, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a module of `part` runs: check that its first tensor is a result of the part before, and put in its
-        place the tensor that would arrive as a message."""
+        """Before a module runs, note problems of the order of calls. For the first module of `part`, check that its
+        first tensor is a result of the part before, and return its arguments with a message in place of that tensor."""
         self._running.append(name)
         if part < self.part:
-            message = f"{name} of part {part} is called when part {self.part} has begun"
+            message = f"{name} of part {part} is called when part {self.part} has already begun"
             self.problems.append(Problem(CODE, message, "parts in the order in which the forward calls their modules"))
         if part <= self.part:
             return None
@@ -261,7 +261,7 @@ class _Watch(TorchDispatchMode):
             self.problems.append(Problem(CODE, message, "parts in the order in which the forward calls their modules"))
         state = first_tensor((args, kwargs))
         if self._marks.get(state) != self.part:
-            message = f"the first tensor that {name} gets is not a result of part {self.part}, and would not be sent"
+            message = f"the first tensor that {name} gets is not a result of part {self.part}, so it would not be sent"
             self.problems.append(Problem(CODE, message, "a module whose first argument is the hidden state"))
         edge = cast(torch.empty_like(state), self.around[self.part].result)
         self.edges.append(edge)
@@ -271,7 +271,7 @@ class _Watch(TorchDispatchMode):
         return with_first_tensor((args, kwargs), arrived)
 
     def _leave(self, part: int, name: str, _: nn.Module, args: Any, output: Any) -> Any:
-        """After a module has run: replace its results with new tensors that are marked with its part."""
+        """After a module has run, replace the tensors that it returned with new ones, marked with `part`."""
         self._running.pop()
         self.part = max(self.part, part)
 

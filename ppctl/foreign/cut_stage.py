@@ -21,7 +21,7 @@ Forward = Callable[..., Any]
 
 
 class Departed(Exception):
-    """Ends a forward at the cut after a stage."""
+    """Ends a forward at the cut after a stage, and carries what is sent: the hidden state, and tensors beside it."""
 
     def __init__(self, state: Tensor, *beside: Tensor) -> None:
         super().__init__()
@@ -29,15 +29,15 @@ class Departed(Exception):
 
 
 class CutStage(nn.Module):
-    """One stage of a module, which is called as a whole.
+    """One stage of a module; a call runs the module's whole forward, as far as this stage goes.
 
-    `model` stays unchanged. This stage has a copy of its tree of modules. The stage's parameters are the same objects,
-    moved to `device`; `uses` names further uses of shared ones, each of which becomes a parameter of its own. All other
-    parameters are one number each, expanded to their shape, so that code can read dtypes, devices and shapes. The first
-    own module gets the arrived tensor in place of its first tensor; a module of a later stage ends the forward with its
-    first tensor. `aware` names the forwards that take hidden states themselves ("" for the model's, the name of the
-    inner model): there modules of other stages are None, or missing in their container. Names are those of the whole
-    model.
+    `model` stays unchanged: the stage has a copy of its tree of modules. The stage's parameters are the same objects
+    where they are on `device` already, else copies there; `uses` names further uses of shared ones, each of which
+    becomes a parameter of its own. Every other parameter is one number, expanded to the parameter's shape, so that code
+    can read dtypes, devices and shapes. This stage's first module gets the arrived tensor in place of its first tensor;
+    the first tensor given to a module of a later stage ends the forward, as its result. `aware` names the forwards that
+    take hidden states themselves ("" for the model's, or the name of the inner model): there modules of other stages
+    are None, or missing in their container. Names are those of the whole model.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class CutStage(nn.Module):
         self._connect()
 
     def forward(self, arrived: Tensor | None, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The tensor that the next stage receives; on the last stage the model's result.
+        """Return the tensor that the next stage receives, or on the last stage the model's result.
 
-        `arrived` is the previous stage's tensor; None on the first stage. The arguments are the model's, and equal on
+        `arrived` is the previous stage's tensor; None on the first stage. The other arguments are the model's, equal on
         every stage: the model's own code computes masks and positions from them.
         """
         if "" in self.aware and arrived is not None:
@@ -81,13 +81,13 @@ class CutStage(nn.Module):
         return {f"{path}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
 
     def holds(self, path: str) -> bool:
-        """Whether the module of this name computes here: the stage's, or one without parameters and saved buffers."""
+        """Whether the module at this path computes here: it is this stage's, or has no parameters and saved buffers."""
         return self.cut.part_of(path) in (None, self.number)
 
     # --- what is replaced --------------------------------------------------------------------------------------------
 
     def _left(self, arrived: Tensor | None, run: Forward) -> Any:
-        """Run a forward of the whole model; returns the tensors at the cut after this stage, else its result."""
+        """Run a whole forward; return the tensors at the cut after this stage, or if there is no cut, the result."""
         self._arrived, self._entered = arrived, arrived is None
         try:
             return run()
@@ -98,7 +98,7 @@ class CutStage(nn.Module):
             self._arrived = None
 
     def _connect(self) -> None:
-        """Put stand-ins for other stages' modules, or remove these if the forward around them knows of the cut."""
+        """Put stand-ins in place of other stages' modules; where the forward around them is `aware`, remove these."""
         modules, inner = dict(self.model.named_modules()), self.cut.inner
         for part, names in enumerate(self.cut.parts):
             for name in names:
@@ -130,7 +130,7 @@ class CutStage(nn.Module):
         return partial(self._stand_in, name)
 
     def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
-        """Call an own module: the first one reads the arrived tensor."""
+        """Call a module of this stage; the first one called gets the arrived tensor in place of its first tensor."""
         if not self._entered:
             self._entered = True
             assert self._arrived is not None  # set, since a stage without one counts as entered
@@ -149,7 +149,7 @@ class CutStage(nn.Module):
         raise Departed(first_tensor((positional, named)))
 
     def _inside(self, forward: Forward, *positional: Any, **named: Any) -> Any:
-        """Run the inner model's forward, with the arrived tensor as its first unless this stage has its first part."""
+        """Run the inner model's forward. Its first argument tensor has arrived, unless this stage begins that model."""
         first = self.number == self.cut.inner_parts[0]
         return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
 
@@ -174,7 +174,7 @@ def with_first_tensor(arguments: Arguments, state: Tensor) -> Arguments:
 
 
 def with_first_argument(arguments: Arguments, state: Tensor) -> Arguments:
-    """Return the arguments with `state` in place of the first argument, whether or not that is a tensor."""
+    """Return the arguments with `state` in place of the first one, of any type; a named one becomes positional."""
     positional, named = arguments
     if positional:
         return (state, *positional[1:]), named
@@ -196,8 +196,8 @@ def copied(
     model: nn.Module, device: torch.device, uses: Collection[str] = (), cut: ModuleCut = UNCUT, number: int = 0
 ) -> nn.Module:
     """Copy a model's tree of modules, hooks included, with its tensors on a device. With a `cut` only the tensors of
-    part `number` are copied: all others become one NaN each, expanded to their shape. Tensors on the device stay the
-    same objects, except the parameters named in `uses`."""
+    part `number` are copied: all others become one NaN each, expanded to their shape. Tensors that are on the device
+    already stay the same objects, except the parameters named in `uses`."""
     modules = dict(model.named_modules())
     tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     twin = copy.deepcopy(model, {id(tensor): _UNCOPIED for tensor in tensors})
@@ -225,7 +225,7 @@ _UNCOPIED = object()
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:
-    """Return a tensor on a device: the same object if it is there already; for a meta tensor, uninitialised."""
+    """Return a tensor on a device: without `copied` the same object if it is there; a meta tensor becomes `_unset`."""
     if tensor.device == device and not copied:
         return tensor
     unset = tensor.device.type == "meta"
@@ -234,5 +234,5 @@ def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Ten
 
 
 def _unset(tensor: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return a new tensor of this shape and the tensor's dtype, of NaN, which show in results if no values are set."""
+    """Return a new tensor of this shape and the tensor's dtype: NaNs, so that unset values show; integers are zeros."""
     return torch.full(shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=device)

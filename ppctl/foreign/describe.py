@@ -1,4 +1,4 @@
-"""A model directory of transformers as the value that plans, stages and checkpoints read (`ForeignModel`).
+"""Describes a transformers model in a directory as the value that plans, stages and checkpoints read (`ForeignModel`).
 
 Layers are told apart by the classes of their modules and the plain values in these, without knowing their meaning.
 
@@ -45,8 +45,8 @@ _UNBOUNDED = 1 << 20
 
 
 def proved(config: Any, directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> CutProof:
-    """The proof that a model can be cut. Raises ConfigError (PP-E528) naming the obstacle; `overrides` are the typed
-    fields, which may not fit each other."""
+    """Return the proof that a model can be cut. Raises ConfigError (PP-E528) naming the obstacle and the `overrides`,
+    the fields that the user has typed: these may contradict each other."""
     try:
         return prove(config)
     except CannotCut as error:
@@ -87,8 +87,8 @@ def _zero(config: Any, name: str) -> str:
 def describe(
     directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, say: Say = lambda _: None
 ) -> ForeignModel:
-    """Describe a model: read, prove and measure it, and `say` each step. Raises ConfigError as `read_own_config`,
-    `proved` and `add_adapters`."""
+    """Read a model, prove that it can be cut, and measure its layers; return its description. `say` is called with each
+    step. Raises ConfigError as `read_own_config`, `refuse_dropout`, `proved` and `add_adapters` do."""
     say("reading it with transformers")
     config = read_own_config(directory, overrides)
     say("proving with a miniature that it can be cut")
@@ -146,13 +146,13 @@ def _rows(blank: nn.Module, proof: CutProof, directory: Path) -> dict[str, Param
     names = [name for name in every if name not in further]
     outside = {name.rpartition(".")[0] for name in names if not name.startswith(f"{anatomy.layers}.")}
     if wrong := sorted(outside ^ {*anatomy.first, *anatomy.last}):
-        message = f"{directory}: {', '.join(wrong)} is in its miniature or in the model, and not in both"
+        message = f"{directory}: {', '.join(wrong)} is in the model or in its miniature, but not in both"
         raise ConfigError(Problem("PP-E528", message, place=str(directory)))
     return {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in names}
 
 
 def _sizes(config: Any, anatomy: Anatomy, table: Sequence[int]) -> dict[str, Any]:
-    """The fields of ModelConfig that the model decides over; `table` is the shape of its embedding."""
+    """The fields of ModelConfig that follow from the model; `table` is the shape of its embedding."""
     positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
     return {
         "num_layers": anatomy.count,
@@ -171,8 +171,8 @@ def _adapted(
     rows: Mapping[str, Parameter],
     structures: Sequence[tuple[Parameter, ...]],
 ) -> tuple[dict[str, Parameter], list[tuple[Parameter, ...]], list[Traits]]:
-    """(rows by name, each layer's rows, each layer's traits of training) of the model with adapters, which this adds to
-    it; other rows are frozen, unless they are trained whole."""
+    """Add the adapters to `blank`; return (rows by name, each layer's rows, each layer's traits of training) of the
+    result. Rows of the base are frozen, unless they are trained whole."""
     shapes = shapes_of(add_adapters(blank, adapters, anatomy, torch.float32))
     rows = {name: row if trained_whole(name, adapters) else frozen(row) for name, row in rows.items()}
     adapted = []
@@ -186,7 +186,7 @@ def _adapted(
 
 
 def _trained(layers: Sequence[Sequence[Parameter]], base: Iterable[Parameter], adapters: Adapters) -> str:
-    """A line that counts the trained parameters of the base, and of adapters in the layers."""
+    """A line that counts the trained parameters: those of adapters in the layers, and those of the base."""
     own = sum(row.size for rows in layers for row in rows if is_adapter(row.name))
     whole = sum(row.size for row in base if row.gradient != "none")
     where = f" in {len(adapters.layers)} of {len(layers)} layers" if adapters.layers else ""
@@ -196,7 +196,7 @@ def _trained(layers: Sequence[Sequence[Parameter]], base: Iterable[Parameter], a
 
 
 def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
-    """Return config and anatomy with the router loss switched off: `ForeignModel.router_logits` counts its bytes."""
+    """Return config and anatomy without the routers' loss: `ForeignModel.router_logits` counts its bytes separately."""
     if not anatomy.routers:
         return config, anatomy
     plain = deepcopy(config)
@@ -207,8 +207,8 @@ def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
 def _router_logits(
     config: Any, directory: Path, anatomy: Anatomy, size: int, layers: Iterable[int]
 ) -> RouterLogits | None:
-    """The form of the logits that routers record for the model's own loss, from one layer of each kind. Raises
-    ConfigError (PP-E528) if messages cannot carry them."""
+    """The form of the logits that routers record for the model's own loss, from one layer of each kind; None without
+    routers. Raises ConfigError (PP-E528) if messages cannot carry them."""
     routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
     try:
         logits = {router_logits(config, anatomy, index, size) for index in routed}
@@ -217,7 +217,7 @@ def _router_logits(
     except CannotCut as error:
         raise _uncut(config, directory, error) from error
     except (*CODE_FAILS, NotImplementedError) as error:
-        unseen = CannotCut(f"what its routers record is not seen on tensors without values: {line_of(error)}")
+        unseen = CannotCut(f"its routers cannot be watched on tensors without values: {line_of(error)}")
         raise _uncut(config, directory, unseen) from error
     return next(iter(logits), None)
 
@@ -263,7 +263,7 @@ _SHOWN = 3
 
 
 def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
-    """Return for each layer the values in which layers differ, without values that only count the layers."""
+    """Return for each layer the values in which layers differ, except values that merely number the layers."""
     by_layer = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
     places = dict.fromkeys(place for values in by_layer for place in values)
     telling = [
@@ -284,7 +284,7 @@ def _values(layer: nn.Module) -> dict[str, Any]:
 
 
 def _tells(values: Sequence[Any], layers: int) -> bool:
-    """Whether the values of one place, which some of so many `layers` have, tell kinds apart and do not just count."""
+    """Whether the values at one place, which some of `layers` layers may lack, tell kinds apart, not just layers."""
     different = len(set(values))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     numbered = numbers and different == len(values) > 1
@@ -292,9 +292,9 @@ def _tells(values: Sequence[Any], layers: int) -> bool:
 
 
 def training_of(layers: Sequence[Sequence[Parameter]], *, before: bool = False) -> list[Traits]:
-    """Return for each layer of a model with frozen weights how its backward differs from a full one: none before the
-    first trained layer, no gradient of the input in that layer (unless something `before` the layers is trained), and
-    only of the input in later layers without trained weights."""
+    """Return for each layer of a model with frozen weights how its backward differs from a full one: no backward before
+    the first trained layer, no gradient of the input in that layer (unless something `before` the layers is trained),
+    only the gradient of the input in later layers without trained weights."""
     trained = [any(row.gradient != "none" for row in rows) for rows in layers]
     first = -1 if before else trained.index(True)
     traits: list[Traits] = []
@@ -305,7 +305,7 @@ def training_of(layers: Sequence[Sequence[Parameter]], *, before: bool = False) 
 
 
 def names_of(kinds: Sequence[Traits]) -> list[str]:
-    """Return a name for each kind of layer, of the traits that not all kinds have; "" if there is one kind."""
+    """Return a name for each kind of layer, made of the traits that not all kinds share; "" if there is one kind."""
     if len(kinds) < 2:
         return [""] * len(kinds)
     shared = set.intersection(*map(set, kinds))
@@ -324,7 +324,7 @@ def _is_word(value: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the answer into a file; returns 0."""
+    """Write the description or the problems into a file; returns 0 for both."""
     parser = argparse.ArgumentParser(prog="python -m ppctl.foreign.describe")
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)

@@ -1,4 +1,4 @@
-"""A stage of a model of transformers, with the interface that training needs (`model/stage_model.py`)."""
+"""A stage of a transformers model, with the interface that training needs (`model/stage_model.py`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILLED = "_is_hf_initialized"
 
 
 class ForeignStage(CutStage, StageModel):
-    """One stage of a model of transformers: layers before the cut return the arrived tensor, the stage's last layer
+    """One stage of a transformers model: layers before the cut return the arrived tensor, the stage's last layer
     ends the forward.
 
     `model` is the whole model on meta (`library.make_model`). Parameters get memory on `device` without values; buffers
@@ -72,17 +72,17 @@ class ForeignStage(CutStage, StageModel):
         hides: bool | None = None,
         packed: bool | None = None,
     ) -> tuple[Tensor, ...]:
-        """Token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out (`StageModel`).
+        """Take token ids [b, s] or a hidden state [b, s, h]; return a hidden state or logits [b, s, vocabulary].
 
         If the model's own code adds to the loss (`anatomy.routers`), a hidden state comes with the logits that the
         routers of all layers before the cut recorded, [routers, b * s, experts], and in training the logits come with
-        that part of the loss (a number). Rows are whole sequences: ValueError for `packing` with documents or
-        positions. `beside` are named arguments of the model's forward on every stage: a mask, positions. `hides` says
-        whether the mask hides tokens, `packed` whether positions restart within a row; with None the model's own code
-        reads the tensors.
+        that part of the loss (a number). `beside` are named arguments of the model's forward on every stage: a mask,
+        positions. `hides` says whether the mask hides tokens, `packed` whether positions restart within a row; with
+        None the model's own code reads the tensors. Raises ValueError for `packing` with documents or positions: rows
+        are whole sequences.
         """
         if packing.documents is not None or packing.positions is not None:
-            raise ValueError("a model of transformers takes whole rows, without documents or positions")
+            raise ValueError("a transformers model takes whole rows, without documents or positions")
         given, *logits = inputs
         if not self.cut.parts[self.number]:
             return tuple(each.clone() for each in inputs)
@@ -97,7 +97,7 @@ class ForeignStage(CutStage, StageModel):
     def _called(
         self, given: Tensor, beside: Mapping[str, Tensor], hides: bool | None, packed: bool | None
     ) -> tuple[Tensor, ...]:
-        """The outputs of the whole model; raises Departed at the cut after this stage."""
+        """Run the whole model's forward and return its outputs; raises Departed at the cut after this stage."""
         # On other stages the embedding is an unread stand-in.
         begin = {"input_ids": given} if self.embeds else {"inputs_embeds": torch.zeros_like(given)}
         if self.adds_to_loss and self.ends:
@@ -113,7 +113,7 @@ class ForeignStage(CutStage, StageModel):
 
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
-        """The head's weight: the gradient of its result is [b, s, words]."""
+        """The head's weight, if it is trained here: the gradient of its result is large, [b, s, vocabulary]."""
         weight = self.model.get_parameter(f"{self.anatomy.head}.weight") if self.ends else None
         return () if weight is None or not weight.requires_grad else (weight,)
 
@@ -123,7 +123,7 @@ class ForeignStage(CutStage, StageModel):
 
     @property
     def frozen(self) -> Mapping[str, nn.Parameter]:
-        """Parameters not trained, by canonical name: weights beside adapters, and those that the model freezes."""
+        """Untrained parameters by canonical name: weights beside adapters, and those that the model itself freezes."""
         return {name: each for name, each in super().canonical_parameters().items() if not each.requires_grad}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
@@ -143,9 +143,9 @@ class ForeignStage(CutStage, StageModel):
         return {Layer("decoder", index): layer for index, layer in self._own_layers.items()}
 
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
-        """From now on call each layer through its run: one run for each layer, in order."""
+        """From now on call each layer through its run. Raises ValueError unless there is one run for each layer."""
         if len(runs) != len(self.own):
-            raise ValueError("a model of transformers calls its layers one by one: several cannot be replaced by one")
+            raise ValueError("a transformers model calls its layers one by one: several cannot be replaced by one")
         for index, run in zip(self.own, runs, strict=True):
             self._own_layers[index].run = run
 
@@ -163,7 +163,7 @@ class ForeignStage(CutStage, StageModel):
         return None if inside == name else int(inside)
 
     def _own(self, name: str, forward: Forward) -> Forward:
-        """The forward of an own layer, through its run if it has one (`call_decoder_as`)."""
+        """The forward of a module of this stage; layers are called through their runs (`call_decoder_as`), if set."""
         index = self._index(name)
         if index is None:
             return forward
@@ -200,7 +200,7 @@ class ForeignStage(CutStage, StageModel):
         return stand_in
 
     def _behind(self, *positional: Any, **named: Any) -> Any:
-        """The forward of a module of a later stage, which only a stage without layers reaches."""
+        """Raise Departed in place of a later stage's module, which only a stage without layers reaches."""
         raise Departed(_hidden_state(positional, named))
 
 
@@ -276,7 +276,8 @@ class _OwnLayer(nn.Module):
 
 
 def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False) -> Parameter:
-    """The row of a parameter or saved buffer of a model, by its name there; `adapted` says that weights are frozen."""
+    """The row of a parameter or saved buffer, by its name in the model. Without `adapted`, a parameter that takes no
+    gradient is one that the model never trains; with it, all but adapters are frozen and keep their roles."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if own in module._buffers:
@@ -290,8 +291,8 @@ def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False)
 
 
 def _role(module: nn.Module, own: str, dims: int, *, inside: bool) -> Role:
-    """The role of a parameter: matrices decay; embeddings, norms and biases do not. Muon's matrices are found by
-    structure: weights of modules `inside` the layers, and stacks of experts' matrices."""
+    """The role of a parameter: matrices decay; embeddings, norms and biases do not. The matrices that Muon updates are
+    found by structure: weights of modules `inside` the layers, and stacks of experts' matrices."""
     if isinstance(module, nn.Embedding):
         return "embedding"
     if own.endswith("bias"):  # experts' biases have more dims: gate_up_proj_bias [experts, width]
@@ -317,7 +318,7 @@ def _stacked(router_logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """A layer's hidden state, which is the layer's first argument in every model of transformers."""
+    """A layer's hidden state, which is the first argument of a layer in every transformers model."""
     state: Tensor = arguments[0] if arguments else named["hidden_states"]
     return state
 

@@ -1,4 +1,4 @@
-"""A stage that torch's fully_shard has divided: in which dtypes it computes and returns, and when it sums gradients."""
+"""A stage that torch's fully_shard has divided: the dtypes in which it computes and returns, and its gradient sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """The dtypes that a module's floating inputs and results are given; None leaves them as they are."""
+    """The dtypes to which a module's floating inputs and results are cast; None leaves them as they are."""
 
     inputs: torch.dtype | None = None
     result: torch.dtype | None = None
@@ -29,11 +29,11 @@ class StageDtypes:
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtype in which the forward reads its floating parameters and buffers."""
     weights: torch.dtype | None = None
-    """The dtype of the module's parameters, if all have the same."""
+    """The dtype of the stage's parameters; None if they have several."""
     around: Casts = UNCHANGED
     """Casts around the whole stage."""
     modules: Mapping[str, Casts] = field(default_factory=dict)
-    """Casts around modules within it."""
+    """Casts around modules within the stage."""
 
 
 def dtypes_of(stage: Any) -> StageDtypes:
@@ -66,7 +66,7 @@ def _name(path: str, key: str) -> str:
 
 
 def _policy_of(module: nn.Module) -> Any:
-    """The policy of a module that fully_shard was called with; None for all other modules."""
+    """The precision policy of a module on which fully_shard was called; None for all other modules."""
     state = getattr(module, "_get_fsdp_state", None)
     return None if state is None else state()._mp_policy
 
@@ -78,14 +78,14 @@ def _read_as(tensor: Tensor, policy: Any) -> torch.dtype:
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """All floating tensors of arguments or results in another dtype, as fully_shard does it."""
+    """Return arguments or results with all floating tensors cast to `dtype` (None: unchanged), as fully_shard does."""
     if dtype is None:
         return value
     return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, value)
 
 
 def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
-    """Make a whole model on meta compute in the dtypes of its stages. The caller adds the casts between stages."""
+    """Change a whole model on meta to compute in the dtypes of its stages. The caller adds the casts between stages."""
     modules = dict(blank.named_modules(remove_duplicate=False))
     for name, dtype in {name: dtype for stage in stages for name, dtype in stage.tensors.items()}.items():
         path, _, key = name.rpartition(".")
@@ -104,7 +104,7 @@ def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
 
 
 class GradientSync:
-    """The switches of one stage's sharded modules; `shards` says whether there are any."""
+    """Switches the gradient sums of one stage's sharded modules; `shards` says whether the stage has such modules."""
 
     def __init__(self, module: nn.Module) -> None:
         # Sharded modules exist only after this slow import.
@@ -112,7 +112,7 @@ class GradientSync:
         self.shards = bool(self._modules)
 
     def around(self, last: int, mb: int, run: Callable[[], None]) -> None:
-        """Run the backward of a microbatch; gradients are summed over the shards' ranks only after that of `last`."""
+        """Run the backward of `mb`; gradients are summed over the shards' ranks only if it is the microbatch `last`."""
         for module in self._modules:
             module.set_requires_gradient_sync(mb == last, recurse=False)
             module.set_is_last_backward(mb == last)

@@ -31,7 +31,7 @@ except ImportError:  # it comes with transformers, whose absence is reported
     ConfigFails: type[Exception] = ValueError
 else:
     ConfigFails = errors.StrictDataclassError
-"""The exception of the library's configs for refused values."""
+"""The exception that the library's configs raise for values that they refuse."""
 
 
 def _transformers() -> Any:
@@ -46,7 +46,7 @@ def _transformers() -> Any:
 
 
 def _without_library(reason: str) -> ConfigError:
-    message = f"transformers is needed for a model's own code, and {reason}"
+    message = f"transformers is needed for a model's own code, but {reason}"
     return ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'"))
 
 
@@ -80,7 +80,7 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     _refuse_quantised(config, directory)
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and not 0 < layers <= MOST_STAGES:  # building it would take hours
-        raise _refused(directory, f"it has {layers} layers: they must be greater than 0, at most {MOST_STAGES}")
+        raise _refused(directory, f"it has {layers} layers, but must have at least 1 and at most {MOST_STAGES}")
     causal = type(config) in library.AutoModelForCausalLM._model_mapping
     if type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True):
         remedy = "model.hf_overrides.is_decoder=true" if causal else ""
@@ -101,16 +101,16 @@ def _refuse_modalities(config: Any, directory: Path) -> None:
         code = f"from sys import argv; from transformers import AutoModelForCausalLM; {load}"
         remedy = pasted("python", "-c", code, directory, f"{directory}-text")
     reason = f"{config.model_type} has several modalities or models in one ({', '.join(config.sub_configs)})"
-    raise _refused(directory, f"{reason}; a language model alone can be cut", remedy)
+    raise _refused(directory, f"{reason}; only a language model can be cut", remedy)
 
 
 def _refuse_quantised(config: Any, directory: Path) -> None:
-    """Raise ConfigError (PP-E550) for quantised weights, which transformers' code would train as they are."""
+    """Raise ConfigError (PP-E550) for quantised weights, whose numbers transformers' code would train as weights."""
     given = getattr(config, "quantization_config", None)
     if given:
         method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
-        message = f"{directory}: its config.json has quantization_config ({method or 'of no named method'}), and "
-        message += "transformers' own code trains weights as they are"
+        message = f"{directory}: its config.json has quantization_config ({method or 'of no named method'}), but "
+        message += "transformers' own code would train the quantised numbers as weights"
         remedy = "model.implementation=ppctl" if config.model_type in known_families() and method == "fp8" else ""
         with suppress(CheckpointError):  # damaged weights are reported where they are read
             remedy = "model.hf_overrides.quantization_config=null" if quantised_note(directory) else remedy
@@ -188,7 +188,7 @@ def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterat
 
 def recorded() -> list[Tensor]:
     """Return the list into which transformers' `OutputRecorder` collects router logits in the present forward, in the
-    order of calls; entries added to it count. Empty outside a forward."""
+    order of calls; what a caller adds to it counts as recorded. Outside a forward the list is empty and unused."""
     collector = importlib.import_module("transformers.utils.output_capturing")._active_collector.get()
     logits: list[Tensor] = [] if collector is None else collector.get("router_logits", [])
     return logits
@@ -197,9 +197,9 @@ def recorded() -> list[Tensor]:
 def call(model: Any, **given: Tensor) -> tuple[Tensor, ...]:
     """Run a whole forward; returns the logits, and the loss that the model's own code adds for its routers (a number).
 
-    That loss has the model's coefficient, and is left out if it has no gradient. A model that gets labels returns the
-    sum of all its losses; this replaces its cross entropy by 0, since ppctl computes its own. Raises ValueError if the
-    code's cross entropy cannot be replaced.
+    That loss includes the model's coefficient, and is left out if it has no gradient. A model that gets labels returns
+    the sum of all its losses; this replaces its cross entropy by 0 for good, since ppctl computes its own. Raises
+    ValueError if the model's code computes its cross entropy in a way that cannot be replaced.
     """
     (tokens,) = given.values()
     shape, device, asked = tokens.shape[:2], tokens.device, []
@@ -244,7 +244,7 @@ class Conversions:
         return renamed
 
     def converted(self, name: str, parts: dict[str, list[Tensor]]) -> Tensor:
-        """Return the model's tensor `name`, computed from its stored parts by the patterns of their names."""
+        """Return the model's tensor `name`, computed from its stored parts; `parts` lists them by name pattern."""
         converter = next(each for each in self._converters if set(parts) <= set(each.source_patterns))
         value: Any = parts
         for operation in converter.operations:
@@ -269,9 +269,9 @@ _PRECISION = ("dtype", "torch_dtype")
 
 
 def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return `make(fields)` for the values of these texts; `config` has the fields' own values. Raises ConfigError
-    (PP-E552) with a problem for each field that is unknown or has no effect, or with the error of `make`.
-    """
+    """Return `make(fields)` for the values of these texts; `config` is the one without overrides. Raises ConfigError
+    (PP-E552): for each field that is unknown, has no effect or takes no text, or with the message of an error of
+    `make`."""
     values = {name: value_of(text) for name, text in overrides.items()}
     problems = [problem for name, text in overrides.items() if (problem := _unfit(config, name, text)) is not None]
     if problems:
@@ -305,7 +305,7 @@ def value_of(text: str) -> Any:
 
 
 def _unfit(config: Any, name: str, text: str) -> Problem | None:
-    """The problem of a field that the config does not have, or that has no effect; else None."""
+    """The problem of a field that the config does not have, or whose value has no effect; else None."""
     if name.startswith("__") or not hasattr(config, name) or callable(getattr(config, name)):
         fields = [field for field in vars(config) if not field.startswith("_")]
         message = f"the config of {config.model_type} has no such field{did_you_mean(name, fields)}"

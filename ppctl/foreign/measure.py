@@ -1,7 +1,7 @@
-"""Measured costs of the parts of a model of transformers, on tensors that have shapes and no values.
+"""Measures the costs of the parts of a transformers model, on tensors that have shapes but no values.
 
-Five batches give the growth with sequences, tokens and pairs of tokens (`Growth`). The same operators run for all, so
-each moment's growth is fitted separately, and the peak may be at another moment for other sizes.
+Five batches give the growth with sequences, tokens and pairs of tokens (`Growth`). The same operators run for all
+batches, so each moment's growth is fitted separately: for other sizes the peak may be at another moment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ppctl.geometry.rows import Parameter
 _LONGEST = 1024
 """Tokens of the longest measured sequence, in models that allow as many."""
 _LONGEST_LOOP = 64
-"""Tokens of the longest measured sequence if a layer loops over tokens: each turn takes a millisecond."""
+"""Tokens of the longest measured sequence if a layer loops over tokens: each iteration takes a millisecond."""
 Say = Callable[[str], None]
 """A function that takes a line about the present work."""
 
@@ -54,9 +54,9 @@ def measure(
     adapters: Adapters | None = None,
     say: Say = lambda _: None,
 ) -> tuple[PartCosts, ...]:
-    """The costs of a model that allows `positions` positions; `kinds` are indexes of layers, one of each kind. `say` is
-    called with each measurement. In float32 and bfloat16; again for sequences at least as long as a window or chunk of
-    its attention. Raises torch's error for code that reads values of tensors without values.
+    """Measure a model that allows `positions` positions; `kinds` are indexes of layers, one of each kind. Return its
+    costs in float32 and in bfloat16, and if attention has a window or chunk, both again for sequences at least as long.
+    `say` is called with a line before each measurement. Raises torch's error for code that reads tensors' values.
     """
     found = list[PartCosts]()
     windowed = deepcopy(config)
@@ -81,8 +81,8 @@ def measure(
 def _model_of(
     config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, dtype: torch.dtype, adapters: Adapters | None
 ) -> _MeasuredModel:
-    """The model up to the last measured layer (making all layers takes seconds); with adapters all layers, since the
-    first layer with one decides where backwards end."""
+    """The model up to the last measured layer (making all layers takes seconds); with adapters the whole model, since
+    the first layer with an adapter decides where backwards end."""
     blank = make_model(config, "meta", dtype).train()
     if adapters is not None:
         adapted = add_adapters(blank, adapters, anatomy, dtype)
@@ -122,7 +122,8 @@ class _MeasuredModel:
         return any(short != long for short, long in numbers)
 
     def measured(self, element: int, above: int, lengths: tuple[int, int, int]) -> PartCosts:
-        """Measure all parts, in sequences of these three lengths."""
+        """Measure all parts in sequences of three lengths; the costs say that an element has `element` bytes and that
+        they hold for sequences longer than `above`."""
         batches = [(rows, lengths[place]) for rows, place in BATCHES]
         with valueless():
             tables = self._tables(batches)
@@ -223,7 +224,7 @@ class _MeasuredModel:
 
 def _causal(flops: Growth, longest: int) -> Growth:
     """The operations of causal attention, from operations counted without a mask: half of all pairs are masked.
-    Operations that do not depend on the number of sequences count by token."""
+    Operations that do not depend on the number of sequences are counted per token."""
     return Growth(0.0, flops.token + flops.constant / longest, flops.pair / 2)
 
 
@@ -270,8 +271,8 @@ class _LayerTables:
 def rough(
     kinds: Sequence[Sequence[Parameter]], hidden: int, active: Callable[[Sequence[Parameter]], int]
 ) -> tuple[PartCosts, ...]:
-    """Estimated costs of a model whose code reads values: by its matrices, of which a token meets `active` elements.
-    Every product keeps its input; scores are of heads together as wide as the residual stream."""
+    """Estimate from its matrices the costs of a model whose code reads values; a token meets `active(rows)` elements.
+    Assumes that every product keeps its input, and that all heads together are as wide as the residual stream."""
 
     def layer(rows: Sequence[Parameter], element: int) -> LayerCost:
         widths = sum(sum(row.shape[-2:]) for row in rows if row.is_matrix and len(row.shape) == 2)
@@ -288,7 +289,7 @@ def rough(
 
 
 BATCHES = ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
-"""The measured batches: (sequences, index of one of three lengths). As many as a `Growth` has numbers."""
+"""The measured batches: (sequences, index of one of three lengths). There are as many as a `Growth` has numbers."""
 _SEQUENCES = (1, 2, 4, 16, 64)
 _LENGTHS = tuple(2**n for n in range(5, 21))
 
@@ -342,13 +343,13 @@ def router_logits(config: Any, anatomy: Anatomy, index: int, hidden: int) -> Rou
     for each in recorded:
         if each.dim() != 3 or each.shape[1] != _ROUTED[0] * _ROUTED[1]:
             shape, given = list(each.shape[1:]), " x ".join(map(str, _ROUTED))
-            message = f"the routers of {anatomy.layer(index)} record {shape} of {given} tokens"
-            raise CannotCut(f"{message}: a message carries [tokens, experts]")
+            message = f"the routers of {anatomy.layer(index)} record {shape} for {given} tokens"
+            raise CannotCut(f"{message}, but a message carries [tokens, experts]")
     return RouterLogits(recorded[0].shape[2], *(each.dtype == torch.float32 for each in recorded))
 
 
 def _recorded(config: Any, anatomy: Anatomy, index: int, hidden: int, cast: bool) -> Tensor:
-    """The tensor beside a layer's hidden state, with 16-bit weights, or with products `cast`."""
+    """The logits that leave with a layer's hidden state: with bfloat16 weights, or with products `cast` to bfloat16."""
     dtype = torch.float32 if cast else torch.bfloat16
     blank = make_model(config, "meta", dtype).train()
     with valueless(), torch.autocast("cpu", torch.bfloat16, enabled=cast):

@@ -1,8 +1,8 @@
 """One forward and backward of a stage on tensors without values: its operations, and the bytes that it keeps and holds.
 
-Floating-point tensors have no values, integer ones have: code may ask which rows an expert gets, and every choice of
-the largest scores is balanced. Operations are counted by torch's FlopCounterMode, kept bytes by what autograd saves,
-and short-lived bytes by the storages that exist, operator by operator.
+Floating-point tensors have no values, but integer ones do: code may ask which rows an expert gets, and every choice of
+the largest scores is balanced. Operations are counted by torch's FlopCounterMode, kept bytes from what autograd saves,
+and short-lived bytes from the storages that exist after each operator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def valueless() -> Iterator[None]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode that sees every operator except queries of a meta tensor's device, more than half of torch's calls."""
+    """A mode that sees every operator except queries of a fake tensor's device, more than half of torch's calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -148,7 +148,7 @@ COUNTED = {
 
 
 class PassCosts:
-    """A forward and backward of one microbatch, and a forward with both halves of a split backward: bytes."""
+    """The bytes and operations of a forward and backward of one microbatch, and of one with a split backward."""
 
     def __init__(self, stage: ForeignStage, given: Tensor) -> None:
         whole = _Pass(stage, given)
@@ -176,7 +176,7 @@ def operators_of(stage: ForeignStage, given: Tensor) -> int:
 
 
 class _Pass:
-    """One forward of a stage and then its backward; with `deferred` the backward is split, and `weights` is its W."""
+    """One forward of a stage, run when this is made, and its backward; with `deferred` that is split (I, then W)."""
 
     def __init__(self, stage: ForeignStage, given: Tensor, deferred: DeferredGradients | None = None) -> None:
         self.stage, self.given, self.deferred = stage, given, deferred
@@ -197,8 +197,8 @@ class _Pass:
         self.forward = [value - self.before for value in self.live.trace]
 
     def _watched(self, run: Callable[[], Any], called: Any) -> Any:
-        """Run a pass, and note in `kept` the bytes of each storage that autograd saves, without parameters; arguments
-        of a layer are counted elsewhere."""
+        """Run a forward and return its result. Note in `kept` the bytes of each storage that autograd saves, except the
+        stage's own tensors, and in `arguments` the tables of a layer, whose bytes are counted elsewhere."""
         _, *others = called or (None,)
         given = [tensor for tensor in tensors_of(others) if storage_of(tensor) not in self.own] if called else []
         self.arguments = tuple(storage_of(tensor) for tensor in given if storage_of(tensor) != storage_of(called[0]))
@@ -224,7 +224,7 @@ class _Pass:
         return result
 
     def backward(self) -> list[float]:
-        """Live bytes by operator of the backward, or its I, without the output, the next layer's input or a message."""
+        """Run the backward, or its I; return the live bytes by operator, without the output, which others hold."""
         self.live.trace.clear()
         self.live.forget(storage_of(self.output))
         if self.stage.ends and self.stage.adapted:
@@ -240,8 +240,8 @@ class _Pass:
         return list(self.live.trace)
 
     def _backward_of_loss(self) -> list[float]:
-        """Live bytes by operator of a loss's backward: the logits' gradient takes their place, and is free after the
-        head's product."""
+        """Run the backward of a loss; return the live bytes by operator. The logits' gradient takes the logits' place,
+        and is freed after the head's product."""
         with self.of_inputs, self.live, self._collecting(backward=True):
             loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
             del self.output
@@ -249,7 +249,7 @@ class _Pass:
         return list(self.live.trace)
 
     def weights(self) -> tuple[float, list[float]]:
-        """(bytes that wait for W, live bytes by operator of W), without the message that I sends."""
+        """Run W; return (bytes that wait for W, live bytes by operator of W), without the message that I sends."""
         assert self.deferred is not None
         if self.given.grad is not None:
             self.live.forget(storage_of(self.given.grad))

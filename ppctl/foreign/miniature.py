@@ -1,4 +1,4 @@
-"""Miniatures of a model of transformers: the same class and layers, narrow enough to run quickly on a CPU.
+"""Miniatures of a transformers model: the same class and layers, narrow enough to run quickly on a CPU.
 
 If no miniature can be made, CannotCut gives the reason; the cheapest checks come first.
 """
@@ -43,7 +43,7 @@ _AS_WIDE = ("word_embed_proj_dim", "attention_hidden_size", "embedding_dim")
 """Sizes that stay equal to the residual stream's if they are: then there is no projection between the two."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _OTHER_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "index_n_heads")
-"""Heads of linear attention, and of the indexers that choose the tokens that attention sees."""
+"""Heads of linear attention, and of indexers, which choose the tokens that attention sees."""
 _STATE_SPACES = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_n_groups"),
     ("num_heads", "head_dim", "expand", "n_groups"),
@@ -59,9 +59,9 @@ _CHUNK = 16
 def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
     """Yield copies of a config with small widths, all layers and no dropout, the smallest copy first.
 
-    Field `drops`, if named, gets `_SEEN`, a dropout that shows in a few tokens. The width of a head stays, because
-    rotary tables depend on it. Callers take the first copy that runs: later ones are for models whose residual stream
-    must be as wide as all heads, that need more heads or larger sizes, or a padding token.
+    The field named by `drops`, if any, gets `_SEEN`, a dropout that shows in a few tokens. The width of a head stays,
+    because rotary tables depend on it. Callers take the first copy that runs: later copies are for models whose
+    residual stream must be as wide as all heads, and for models that need more heads, larger sizes or a padding token.
     """
     sizes = ((2, True), (2, False), (4, False), (None, False))
     words = _own(config, "vocab_size")
@@ -93,7 +93,7 @@ def _lower_widths(small: Any) -> None:
 
 
 def lower_windows(config: Any) -> int:
-    """Lower the windows and chunks of attention to `_WINDOW` tokens; returns the previous shortest, or 0."""
+    """Lower the windows and chunks of attention to `_WINDOW` tokens; return the shortest before that, or 0."""
     widths = [value for name in _WINDOWS if _is_size(value := _own(config, name))]
     for name in _WINDOWS:
         _lower(config, name, _WINDOW)
@@ -142,8 +142,8 @@ def _own(config: Any, name: str) -> Any:
 
 
 def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
-    """Keep at most `most` groups, each of one key head and one or two query heads, and narrow the residual stream: if
-    `narrow`, to `_WIDTH` elements at most if the config names the width of a head."""
+    """Keep at most `most` groups, each of one key head and one or two query heads, and narrow the residual stream: with
+    `narrow`, and if the config names the width of a head, to at most `_WIDTH` elements."""
     heads, hidden = _own(config, "num_attention_heads"), _own(config, "hidden_size")
     if not _is_size(hidden):
         return
@@ -171,7 +171,7 @@ def _narrow(config: Any, width: int) -> None:
 
 
 def _lower_other_heads(config: Any, most: int) -> None:
-    """Lower the other kinds of heads in proportion, so that the kind with the fewest has at most `most`."""
+    """Lower the other kinds of heads in proportion, so that the kind with the fewest heads has at most `most`."""
     heads_of = {name: heads for name in _OTHER_HEADS if _is_size(heads := _own(config, name))}
     share = max(1, min(heads_of.values(), default=1) // most)
     for name, heads in heads_of.items():
@@ -197,7 +197,7 @@ def _fit_state_spaces(small: Any, config: Any) -> None:
 
 
 def _lower_nested(small: Any, config: Any) -> None:
-    """Lower the sizes in the configs that a config contains, and give them its new width if they had its old one."""
+    """Lower the sizes in the configs inside `small`; those as wide as `config` become as wide as `small`."""
     for inner in (vars(small)[name] for name in config.sub_configs if hasattr(vars(small).get(name), "__dict__")):
         old_width = _own(inner, "hidden_size")
         _lower_widths(inner)
@@ -212,13 +212,13 @@ CODE_FAILS = (
     *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError),
     ConfigFails,
 )
-"""The exceptions of a model's own code if sizes do not fit together, or something that it reads is missing."""
+"""The exceptions of a model's own code if sizes do not fit together, or if something that the code reads is missing."""
 
 
 def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
-    """Make the smallest miniature that runs: returns it on meta, with weights, its anatomy, and each weight's start.
-    Raises CannotCut if transformers makes no such model, its structure forbids a cut, or its code runs with no small
-    size."""
+    """Make the smallest miniature that runs; return (it on meta, it with weights, its anatomy, how each weight starts).
+    Raises CannotCut if transformers cannot build the model, if its structure forbids a cut, or if its code runs with no
+    small size."""
     _check_code(config)
     failed: Exception | None = None
     for small in miniatures(config):

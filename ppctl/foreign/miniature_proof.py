@@ -79,7 +79,7 @@ def drops_of(config: Any) -> dict[str, float]:
 
 
 def _draws(config: Any, name: str) -> bool:
-    """Whether a miniature in which only this field drops something gives varying results for the same tokens."""
+    """Whether a miniature in which only this field drops something varies for the same tokens; True if none runs."""
     for small in miniatures(config, drops=name):
         with suppress(*CODE_FAILS), torch.no_grad():
             torch.manual_seed(0)
@@ -90,7 +90,7 @@ def _draws(config: Any, name: str) -> bool:
 
 
 def _batch(number: int, model: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, labels and loss mask [rows, tokens] of one microbatch, from the first half of the model's words."""
+    """Token ids, labels and loss mask [rows, tokens] of one microbatch, from the first half of the vocabulary."""
     generator = torch.Generator().manual_seed(number)
     words = VOCABULARY
     with suppress(*CODE_FAILS):  # a model without a table of embeddings is refused later
@@ -189,7 +189,8 @@ def _run_cut(
     states: Sequence[Sequence[Tensor]],
     losses: Sequence[_Losses],
 ) -> None:
-    """Forward and backward of every microbatch, from stage to stage as an engine does. Raises CannotCut."""
+    """Run every microbatch forward and backward, from stage to stage as an engine does; gradients are left in `.grad`.
+    Raises CannotCut if a hidden state or a loss differs from the whole model's."""
     for mb, (tokens, labels, mask) in enumerate(batches):
         given: Message = (tokens,)
         hops = list[tuple[Message, Message]]()
@@ -221,7 +222,7 @@ def _compare_losses(anatomy: Anatomy, of_parts: _Losses, expected: _Losses) -> N
 
 
 def _called(stage: ForeignStage, given: Message, anatomy: Anatomy) -> Message:
-    """The stage's output. Raises CannotCut if its code fails without the other stages."""
+    """Run a stage; return its output. Raises CannotCut if its code fails without the other stages."""
     try:
         output: Message = stage(*given)
     except CODE_FAILS as error:
@@ -240,7 +241,7 @@ def _differs(anatomy: Anatomy, stage: ForeignStage, mb: int) -> str:
 
 
 def _compare_gradients(gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
-    """Raise CannotCut unless every parameter's gradient is equal, bit by bit."""
+    """Raise CannotCut unless all parameters have gradients equal to the expected ones, bit by bit."""
     if missing := expected.keys() - gradients.keys():
         raise CannotCut(f"{min(missing)} is on no stage")
     for name, gradient in expected.items():

@@ -1,4 +1,4 @@
-"""Adapters in a model of transformers: the only importer of peft."""
+"""Adapters in a transformers model: the only importer of peft."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NAME = "default"
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: torch.dtype) -> nn.Module:
-    """Put peft's modules around the targets, and freeze all other modules except those trained whole; adapters have the
-    weights' dtype. Raises ConfigError: PP-E540 for modules that are missing or cannot be trained like this, PP-E541
-    without peft, PP-E542 in peft's words for modules that it does not adapt."""
+    """Put peft's modules around the targets of `model` in place, freeze all else except modules trained whole, and give
+    the adapters `dtype`; return the model. Raises ConfigError: PP-E540 for modules that are missing or cannot be
+    trained like this, PP-E541 without peft, PP-E542 in peft's words for modules that peft does not adapt."""
     try:
         import peft
     except ImportError as missing:
@@ -62,7 +62,7 @@ class AdapterDropout(Dropout):
     def forward(self, x: Tensor, draws: Draws | None = None) -> Tensor:
         """`x` with elements dropped; unchanged without draws. Raises ConfigError (PP-E540) for rows without places."""
         if x.dim() != 3:
-            message = f"model.lora.dropout: a target gets {list(x.shape)}, rows without their places in samples"
+            message = f"model.lora.dropout needs places in samples, but a target gets rows {list(x.shape)} without them"
             raise ConfigError(Problem("PP-E540", message, "model.lora.dropout=0", "model.lora"))
         return super().forward(x, self.draws)
 

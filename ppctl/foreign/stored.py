@@ -1,4 +1,4 @@
-"""The weights of a directory of transformers, by the names that the model's own code gives them, one at a time.
+"""Reads the weights of a directory by the names that transformers' code gives them, one at a time.
 
 transformers itself renames and combines the stored tensors: older names, prefixes, experts one by one.
 """
@@ -27,8 +27,8 @@ class StoredWeights:
     """Reads a model's tensors; files are mapped, not loaded.
 
     `config` is the library's config object; `shapes` has the shapes of all tensors of the model, by canonical name.
-    Raises CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, or that
-    differs from a tensor with which it shares memory in the model.
+    Raises CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, has a
+    dtype that is not trained or parts of several dtypes, or differs from a tensor whose memory it shares in the model.
     """
 
     def __init__(self, directory: Path, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -57,10 +57,10 @@ class StoredWeights:
         both = [(name, of) for name, of in shared.items() if name in self._parts and of in self._parts]
         values = ((f"{name} and {of}", self.tensor(of), self.tensor(name)) for name, of in both)
         unequal = [names for names, one, other in values if not torch.equal(one, other.to(one))]
-        self._refuse("holds other values in tensors that the model shares", unequal)
+        self._refuse("holds different values for names of one shared tensor of the model", unequal)
 
     def spec(self, name: str) -> Tensor:
-        """Shape and dtype that `tensor` will give, on the meta device."""
+        """Return the shape and dtype of what `tensor` will return, as a tensor on the meta device."""
         dtype = _FLOATS[self._headers[self._parts[name][0][1]].dtype]
         return torch.empty(self.shapes[name], dtype=dtype, device="meta")
 

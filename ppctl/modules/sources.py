@@ -1,4 +1,4 @@
-"""The two kinds of models that are cut: users' modules by modules' names, models of transformers by their layers."""
+"""The two kinds of models that are cut: users' modules by modules' names, transformers models by their layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OwnModel:
     def __init__(self, model: nn.Module, config: PipelineConfig, pp: int) -> None:
         for field in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
             if getattr(config, field) is not None and config.module_fqns_per_model_part is None:
-                message = f"{field} counts layers of a model of transformers; {type(model).__name__} is cut by names"
+                message = f"{field} counts layers of a transformers model; {type(model).__name__} is cut by names"
                 remedy = f"{field}=None module_fqns_per_model_part=[[...], [...]]"
                 raise misuse(message, remedy)
         self.model, self.cut = model, cut_by_names(model, config.module_fqns_per_model_part, pp)
@@ -151,7 +151,7 @@ class TransformersModel:
             others.append(f"{len(microbatch.positional)} arguments without names")
         if others or not isinstance(tokens, Tensor) or tokens.dim() != 2:
             what = f", not {', '.join(others)}" if others else ""
-            message = f"a model of transformers takes input_ids [rows, tokens], {' and '.join(_BESIDE)}{what}"
+            message = f"a transformers model takes input_ids [rows, tokens], {' and '.join(_BESIDE)}{what}"
             remedy = "step(input_ids=tokens, attention_mask=mask, labels=labels)"
             raise misuse(message, remedy)
         return tokens, beside
@@ -160,7 +160,7 @@ class TransformersModel:
 PipelineModel = OwnModel | TransformersModel
 
 _BESIDE = ("attention_mask", "position_ids")
-"""Arguments from which the code of transformers' models makes masks and positions, on every stage."""
+"""Arguments from which transformers makes masks and positions, on every stage."""
 
 
 def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
@@ -222,7 +222,7 @@ def wanted_policy(config: PipelineConfig) -> str:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether a module is a model of transformers, which exists only if the library is imported."""
+    """Whether a module is a transformers model, which exists only if the library is imported."""
     library = sys.modules.get("transformers")
     return library is not None and isinstance(model, library.PreTrainedModel)
 

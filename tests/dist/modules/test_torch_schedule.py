@@ -304,8 +304,8 @@ def test_what_torchs_stages_cannot_do_is_refused_by_name_on_all_ranks() -> None:
     one, other = run_ranks(refused, 2, "places")
     assert one == other
     assert [each[:7] for each in one] == ["PP-E130"] * 3 + ["PP-E305", "PP-E304", "PP-E130", "PP-E396"], one
-    assert "rank 0 [0, 2]; rank 1 [1, 3], and zbv_zero_bubble runs rank 0 [0, 3]; rank 1 [1, 2]" in one[0]
-    assert "rank 0 [0, 3]; rank 1 [1, 2], and interleaved_1f1b runs rank 0 [0, 2]; rank 1 [1, 3]" in one[1]
+    assert "rank 0 [0, 2]; rank 1 [1, 3], but zbv_zero_bubble runs rank 0 [0, 3]; rank 1 [1, 2]" in one[0]
+    assert "rank 0 [0, 3]; rank 1 [1, 2], but interleaved_1f1b runs rank 0 [0, 2]; rank 1 [1, 3]" in one[1]
     assert "ask for different schedules: rank 0 ('zb_h1'" in one[2] and "1f1b runs one chunk per rank" in one[3]
     assert "there is no schedule 'one_f'" in one[4] and "stages are this rank's stages" in one[5]
     assert "memory is for the schedule that is searched for" in one[6]

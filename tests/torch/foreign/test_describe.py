@@ -184,7 +184,7 @@ def test_routers_that_record_what_no_hop_carries_are_refused_with_the_way_to_do_
     experts = dict(is_moe=True, num_experts=16, num_experts_per_tok=2, output_router_logits=True)
     sizes = dict(vocab_size=320, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
     transformers.DogeConfig(**sizes, **experts).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"record \[2, 15, 4\] of 3 x 5 tokens") as caught:
+    with pytest.raises(ConfigError, match=r"record \[2, 15, 4\] for 3 x 5 tokens") as caught:
         describe(tmp_path, {})
     (problem,) = caught.value.problems
     assert (problem.code, problem.remedy) == ("PP-E528", "model.hf_overrides.output_router_logits=false")

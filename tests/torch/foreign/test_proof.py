@@ -70,11 +70,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "several states in one": (
         "DeepseekV4",
         dict(num_hidden_layers=4),
-        r"return \[2, 4, 4, 64\] of 2 x 4 tokens: a message",
+        r"return \[2, 4, 4, 64\] for 2 x 4 tokens, but a message",
     ),
     "weights around all layers": ("XLNet", dict(n_layer=2), "transformer.mask_emb: weights of the module around"),
-    "layers that are no modules": ("XLM", dict(n_layers=2), "lists of modules are transformer.attentions of 2, "),
-    "two stacks of layers": ("HrmText", {}, "lists of modules are model.L_module.layers of 16, model.H_module.layers"),
+    "layers that are no modules": ("XLM", dict(n_layers=2), "the candidates are transformer.attentions of 2, "),
+    "two stacks of layers": ("HrmText", {}, "the candidates are model.L_module.layers of 16, model.H_module.layers"),
     "sizes of which no model is made": ("Nemotron", {}, r"cannot build a model from this.*\(__init__ in modeling_nemo"),
 }
 

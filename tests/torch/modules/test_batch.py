@@ -47,7 +47,7 @@ def test_what_is_for_all_rows_goes_to_every_microbatch_as_it_is(name: str, shape
 )
 def test_a_mask_of_another_number_of_rows_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(
-        ConfigError, match=rf"PP-E130: attention_mask .* has {shape[0]} rows, and there are 8 sequences"
+        ConfigError, match=rf"PP-E130: attention_mask .* has {shape[0]} rows, but there are 8 sequences"
     ):
         divided(ids(), attention_mask=torch.zeros(shape))
 
