@@ -36,7 +36,7 @@ class GivenBatch:
     per_call: int
     """The number of microbatches in a call of the schedule."""
     given: Microbatch
-    """The first microbatch on the device of the user's tensors, before it was copied."""
+    """The first microbatch as the user gave it, before it was copied to the pipeline's device."""
     autocast: torch.dtype | None = None
     """The dtype of the device's autocast, if it is on: stages then send results of that dtype."""
 
@@ -71,9 +71,9 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
 
     `inputs` is the model's argument, or a tuple of arguments; the other entries of a mapping are arguments by name. The
     first dim of the first tensor is the number of sequences. Tensors with as many rows are divided; all other values go
-    to every microbatch. `reads_masks`: also note whether masks hide tokens and positions restart within a row. Raises
-    ConfigError (PP-E130) for batches of another form, for rows that are no whole number of microbatches or schedule
-    calls, for sequences that are not pp_seq_len long, and for tensors with another number of rows.
+    to every microbatch. With `reads_masks` each microbatch also says whether its mask hides tokens, and whether its
+    positions restart within a row. Raises ConfigError (PP-E130) for batches of another form, for rows that are no whole
+    number of microbatches or schedule calls, for sequences that are not pp_seq_len long, for other numbers of rows.
     """
     parts = positional, named, labels = _taken_apart(given)
     tensors = [each for each in tree_leaves((positional, named)) if isinstance(each, Tensor) and each.dim()]
@@ -87,13 +87,13 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
             f"{max(1, rows // size) * size} sequences",
         )
     if call > 1 and (call % size or rows % call):  # 1, the default, means that the whole batch is one call
-        message = f"pp_batch_size={call} in microbatches of {size} does not divide {rows} sequences into whole calls"
+        message = f"pp_batch_size={call} must be whole microbatches of {size} and divide the batch's {rows} sequences"
         raise misuse(message, f"pp_batch_size={rows}")
     if config.pp_seq_len is not None and (first.dim() < 2 or first.shape[1] != config.pp_seq_len):
-        message = f"pp_seq_len is {config.pp_seq_len}, and the model's first argument is {list(first.shape)}"
+        message = f"pp_seq_len is {config.pp_seq_len}, but the model's first argument is {list(first.shape)}"
         raise misuse(message, "pp_seq_len=None")
     if isinstance(labels, Tensor) and labels.dim() and labels.shape[0] != rows:
-        raise misuse(f"{rows} sequences have {labels.shape[0]} rows of labels", "labels for every sequence")
+        raise misuse(f"there are {rows} sequences, but {labels.shape[0]} rows of labels", "labels for every sequence")
     _refuse_other_rows({**{f"argument {n}": value for n, value in enumerate(positional)}, **named}, first)
     number = rows // size
 
@@ -116,8 +116,8 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
 
 
 def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
-    """Raise ConfigError for an attention mask, or a tensor [k, tokens] beside token ids [rows, tokens], of other rows.
-    One row counts for all sequences, [tokens, tokens] is a mask without rows, and other dims are not judged."""
+    """Raise ConfigError if an attention mask, or a tensor [k, tokens] beside token ids [rows, tokens], has another
+    number of rows. One row is for all sequences, [tokens, tokens] is a mask without rows, other dims are not judged."""
     rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else None
     of_tokens = first.dim() == 2 and not first.is_floating_point()
     for name, value in arguments.items():
@@ -125,13 +125,13 @@ def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
             continue
         alike = of_tokens and value.dim() == 2 and value.shape[1] == length
         if (alike or name == "attention_mask") and not (value.shape[0] == value.shape[-1] == length):
-            message = f"{name} {list(value.shape)} has {value.shape[0]} rows, and there are {rows} sequences"
+            message = f"{name} {list(value.shape)} has {value.shape[0]} rows, but there are {rows} sequences"
             raise misuse(message, f"{name} with a row for every sequence, or one for all")
 
 
 def _known(named: Mapping[str, Any], rows: int, size: int) -> tuple[list[bool | None], list[bool | None]]:
-    """Return for each microbatch of `size` rows whether attention_mask hides tokens, and whether position_ids restart:
-    both of the shape [rows or 1, tokens], None for other shapes and on meta."""
+    """Return (whether attention_mask hides tokens, whether position_ids restart), each as a list with an entry for each
+    microbatch of `size` rows: None if the tensor is missing, on meta or not [rows or 1, tokens]. Reads their values."""
 
     def known(value: Any, usual: Callable[[Tensor], Tensor]) -> list[bool | None]:
         if not isinstance(value, Tensor) or value.dim() != 2 or value.device.type == "meta":
@@ -164,12 +164,12 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class StepLoss:
-    """Each microbatch's share of a step's loss; the sum over the step is the differentiated loss.
+    """Each microbatch's share of a step's loss; the sum of the shares is the loss that is differentiated.
 
-    With `loss_fn` a share is `loss_fn(output, labels)`, with scale_grads_in_schedule divided by the number of
-    microbatches. Otherwise it is cross entropy in nats over the tokens that count, divided by their number in the whole
-    batch; with scale_grads_in_schedule the mean over the microbatch's tokens, divided by the number of microbatches.
-    """
+    With `loss_fn` a share is `loss_fn(output, labels)`, else the cross entropy in nats of the tokens that count:
+    summed, and divided by their number in the whole batch, or with scale_grads_in_schedule their mean in the
+    microbatch. scale_grads_in_schedule then divides either share by the number of microbatches. Making a StepLoss
+    raises ConfigError (PP-E130) for labels that are no token ids, unless there is a `loss_fn`."""
 
     def __init__(self, config: PipelineConfig, microbatches: Sequence[Microbatch]) -> None:
         self.function, self.shares = config.loss_fn, len(microbatches) if config.scale_grads_in_schedule else 1
@@ -177,7 +177,7 @@ class StepLoss:
         self.total: Tensor | None = None
         if self.function is None:
             if not all(_are_tokens(each.labels) for each in microbatches):
-                message = "without loss_fn the labels are token ids [rows, tokens], int64, -100 where none counts"
+                message = "without loss_fn the labels must be token ids [rows, tokens], int64, -100 where none counts"
                 raise misuse(message, "PipelineConfig(loss_fn=torch.nn.functional.mse_loss)")
             if not self.scales:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
@@ -205,7 +205,7 @@ class StepLoss:
         logits = _logits_of(output)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
             what = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-            message = f"without loss_fn the model returns logits [rows, tokens, words] for labels {list(labels.shape)}"
+            message = f"without loss_fn the model must return logits [rows, tokens, n] for labels {list(labels.shape)}"
             raise misuse(f"{message}, not {what}", "PipelineConfig(loss_fn=your_loss)")
 
     def __call__(self, output: Any, labels: Any) -> Tensor:

@@ -40,9 +40,9 @@ class Prepared:
 
 @dataclass(slots=True)
 class BatchRun:
-    """One batch on this rank's stages: `programs` returns those of a schedule call, `losses` collects the shares. With
-    `carries_on`, `failed` notes a forward or backward that raises; this rank then computes nothing more, and sends
-    messages of NaN, for which other ranks would wait.
+    """One batch on this rank's stages: `programs` makes the stages' programs for a schedule call, `losses` collects the
+    shares of the loss. With `carries_on` an exception of a forward or backward is kept in `failed`; from then on this
+    rank computes nothing, but sends messages of NaN, because other ranks wait for messages.
     """
 
     source: PipelineModel
@@ -66,12 +66,12 @@ class BatchRun:
         self._loss = StepLoss(self.config, self.batch.microbatches)
 
     def programs(self, first: int, *, last_call: bool) -> list[StageProgram]:
-        """The programs of the schedule call that starts with microbatch `first`; `last_call`: no other follows."""
+        """The programs of the schedule call that starts with microbatch `first`; after a `last_call` comes no other."""
         return [self._program(number, first, last_call=last_call) for number in self.stages.numbers]
 
     def _program(self, number: int, first: int, *, last_call: bool) -> StageProgram:
         """The program of one stage in the schedule call that begins at microbatch `first`. `last_call` says whether
-        gradients are summed after it."""
+        sharded gradients are summed at the end of this call."""
         crossing, module = self.prepared.crossing, self.stages.modules[number]
         is_last = number == self.prepared.schedule.placement.num_stages - 1
         if crossing.forms:
@@ -150,8 +150,8 @@ class BatchRun:
         return read if edge is None else read.to(edge.dtype).expand(edge.shape).clone()
 
     def failure(self, rank: int) -> TrainingError:
-        """The error of a call in which this rank, else `rank`, has failed."""
-        message, remedy = f"rank {rank} of the pipeline failed in this call, and says why", "the exception of that rank"
+        """The error of a call that failed: with this rank's exception if there is one, else it refers to `rank`."""
+        message, remedy = f"rank {rank} of the pipeline failed in this call and says why", "the exception of that rank"
         if self.failed is not None:
             first = (str(self.failed).splitlines() or [""])[0]
             message = f"rank {self.pp_rank}: {self.where}: {type(self.failed).__name__}: {first}"
@@ -160,10 +160,10 @@ class BatchRun:
 
 
 def _check_dtype(number: int, output: Any, edge: Tensor) -> None:
-    """Raise ConfigError (PP-E557) if a stage returns another dtype than the forward on meta tensors has shown."""
+    """Raise ConfigError (PP-E557) if a stage returns another dtype than it did in the forward on meta tensors."""
     if isinstance(output, Tensor) and output.dtype != edge.dtype:
         shown = str(edge.dtype)
-        message = f"stage {number} returns {output.dtype}, and its forward on tensors without values {shown}"
+        message = f"stage {number} returns {output.dtype}, but on tensors without values it returned {shown}"
         raise ConfigError(Problem(CODE, message, f"a parallelize whose stages return x.to({shown})"))
 
 

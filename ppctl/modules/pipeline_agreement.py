@@ -1,6 +1,6 @@
-"""Agreement of the ranks of a pipeline before messages: on results, errors, and that all of them make the same call.
+"""Lets a pipeline's ranks agree, before messages, on results and errors, and on whether all make the same call.
 
-A rank that went on alone would wait for messages that no rank sends.
+A rank that went on alone would wait for messages that no rank sends. Every function with `ranks` is a collective.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, past
 CODE = "PP-E130"
 FAILED = "PP-E553"
 _DIGEST_BYTES = 7
-"""Bits of a digest: it and its negative are 64-bit numbers."""
+"""Bytes of a digest: few enough that the digest and its negative are 64-bit numbers."""
 
 
 def misuse(message: str, remedy: str) -> ConfigError:
-    """The error of a pipeline, stages or a batch that cannot be followed (PP-E130)."""
+    """The error for a config, stages or a batch that a pipeline cannot run (PP-E130)."""
     return ConfigError(Problem(CODE, message, remedy))
 
 
@@ -40,10 +40,10 @@ def agreed(
     joined: Callable[[list[Any]], Any] | None = None,
     to: Any = None,
 ) -> Any:
-    """Return the first rank's result of `work` on every rank, or with `own` each rank's; an error of any rank is raised
-    on all. `joined` makes one result of all ranks', in rank order. Without `own`, `of` is the annotation of the result
-    of `work` (`ppctl.records.wire`), `to` of that of `joined`. Raises ConfigError and CheckpointError: those of the
-    work, and PP-E553 for an exception of other code.
+    """Run `work` on every rank; return the first rank's result on all ranks, with `own` this rank's, with `joined` what
+    it makes of the list of all ranks' results. `of` is the annotation (`ppctl.records.wire`) of the result of `work`,
+    `to` that of the result of `joined`; `own` needs none. If `work` raises on any rank, an error is raised on all
+    ranks: its ConfigError or CheckpointError, or PP-E553 for an exception of other code.
     """
     mine: list[Any] = []
 
@@ -64,7 +64,7 @@ def agreed(
 
 
 def _in_python(problem: Problem) -> Problem:
-    """A problem in the words of a program without a run: a rank's exception is in its own output."""
+    """Reword a problem for a program without a run, where a rank's exception is in that rank's own output."""
     if problem.code == "PP-E505":
         return replace(problem, remedy="df -h; ls -ld" + (f" {pasted(problem.place)}" if problem.place else ""))
     if problem.code != "PP-E507":
@@ -95,9 +95,9 @@ def on_host(ranks: AgreeingRanks) -> bool:
 
 
 class SameCall:
-    """Checks that all ranks make the same call and have ended it, by three numbers on the host before and after its
-    messages. Making it is a collective. Groups without a backend for the host get a second group, to not wait for the
-    GPU."""
+    """Compares three numbers of all ranks on the host: before a call's messages, whether all ranks make the same call;
+    after them, whether a rank failed. Making one is a collective, too. A group without a backend for the host gets a
+    second group, so that the host does not wait for the GPU."""
 
     def __init__(self, ranks: AgreeingRanks) -> None:
         self.alone = ranks.size == 1
@@ -110,9 +110,9 @@ class SameCall:
         weakref.finalize(self, _wait_until_released, self._ends)  # runs even if the program ends without close()
 
     def __call__(self, text: str | None, broken: str = "") -> bool:
-        """Whether every rank passes this text; None, from a rank with an error, equals nothing. `broken` says what
-        ended an earlier call between its messages: then raises ConfigError (PP-E554) on all ranks; a single process
-        goes on."""
+        """Whether every rank passes this text; a rank with an error passes None, which equals nothing. A rank whose
+        earlier call ended between its messages passes the reason as `broken`: then ConfigError (PP-E554) is raised on
+        all ranks. A single process goes on."""
         if self.alone:
             return text is not None
         number = 0
@@ -126,7 +126,7 @@ class SameCall:
         return bool(largest == -smallest and largest)
 
     def last_failed(self, *, failed: bool) -> int | None:
-        """The highest rank whose part of a call has failed, after its messages; None if none has."""
+        """Return, after a call's messages, the highest rank that `failed` in the call; None if none did."""
         if self.alone:
             return None
         *_, first = self._largest(0, failed=failed)

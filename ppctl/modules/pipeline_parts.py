@@ -36,7 +36,7 @@ from ppctl.schedule.schedule_request import ScheduleRequest, read_schedule
 
 
 def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> PipelineModel:
-    """The model that is cut, agreed on by all ranks; one of transformers is proved by the first rank."""
+    """Return the model to cut, agreed on by all ranks; the first rank proves that a transformers model can be cut."""
     agreed(ranks, "read the config", lambda: _check_values(config))
     refuse_unlike(ranks, "configs", _comparable(config))
     if config.pp_schedule_csv is None:
@@ -72,7 +72,7 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Pipel
         anatomy = proved(its_config, place).anatomy
         if anatomy.routers:
             message = (
-                "output_router_logits=True adds to the model's own loss, and a pipeline computes the loss from logits"
+                "output_router_logits=True adds to the model's own loss, but a pipeline computes the loss from logits"
             )
             raise ConfigError(Problem(CODE, message, "model.config.output_router_logits = False", str(place)))
         return anatomy
@@ -156,7 +156,8 @@ def request_of(config: PipelineConfig) -> ScheduleRequest:
 
 
 def device_of(asked: torch.device | str | None) -> torch.device:
-    """The device of this rank: `asked`, with its number; else the GPU of LOCAL_RANK, or the CPU."""
+    """Return this rank's device: `asked` with its number, else the GPU of LOCAL_RANK, else the CPU. Before CUDA starts
+    it sets `QUEUES` in the environment. Raises ConfigError (PP-E130) for a device that torch does not have."""
     unset = QUEUES not in os.environ
     if str(asked or "cuda").startswith("cuda") and not torch.cuda.is_initialized():
         os.environ.setdefault(QUEUES, MOST_QUEUES)  # CUDA reads it when it starts
@@ -169,7 +170,7 @@ def device_of(asked: torch.device | str | None) -> torch.device:
         except RuntimeError as error:
             raise misuse(f"device={asked!r}: {str(error).splitlines()[0]}", "device='cpu'") from None
         if chosen.type == "cuda" and not has_gpus:
-            raise misuse(f"device={asked!r}, and torch sees no GPU here", "device='cpu'")
+            raise misuse(f"device={asked!r}, but torch sees no GPU here", "device='cpu'")
         return torch.device("cuda", torch.cuda.current_device()) if str(chosen) == "cuda" else chosen
     if has_gpus:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
@@ -186,13 +187,13 @@ def start_process_group(device: torch.device) -> None:
 
 
 def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None:
-    """Raise ConfigError (PP-E130) on all ranks if they have made different numbers of process groups. torch names a
-    group that only its members make (`ppctl.comm.groups`) after that number: members would look for different names."""
+    """Raise ConfigError (PP-E130) on all ranks if `members` have made different numbers of process groups. torch names
+    a group that only its members make (`ppctl.comm.groups`) by that number: members would look for different names."""
 
     def conclude(counts_of: list[int]) -> None:
         if len({counts_of[rank] for rank in members}) > 1:
             counts = ", ".join(f"rank {rank} {counts_of[rank]}" for rank in sorted(members))
-            message = f"ranks have made different numbers of process groups ({counts}): torch names the next one so"
+            message = f"ranks have made different numbers of process groups ({counts}), by which torch names the next"
             remedy = "torch.distributed.new_group([rank], use_local_synchronization=True) on ranks that have made fewer"
             raise misuse(message, remedy)
 

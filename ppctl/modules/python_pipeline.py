@@ -1,4 +1,4 @@
-"""`ppctl.pipeline`: makes this rank's stages from a model and a PipelineConfig, and runs steps and evaluations of them.
+"""`ppctl.pipeline` makes this rank's stages from a model and a PipelineConfig, and runs steps and evaluations of them.
 
 Optimizers are the caller's, over `parameters()`.
 """
@@ -93,7 +93,7 @@ def pipeline(
 
 
 class Pipeline:
-    """This rank's stages of a model. `step` and `eval` are collectives of the pipeline; `pipeline` makes it."""
+    """This rank's stages of a model, made by `pipeline`. `step` and `eval` are collectives of the pipeline's ranks."""
 
     def __init__(
         self,
@@ -129,10 +129,9 @@ class Pipeline:
         Every rank passes the same batch: `(inputs, labels)`, a mapping with `labels`, or its entries by keyword
         (`step(input_ids=..., attention_mask=..., labels=...)`). Every stage computes masks and positions from it. Its
         rows form microbatches of `pp_microbatch_size`; with `pp_batch_size` above 1 they run in several schedule calls.
-        The loss is the sum of its microbatches' shares (`StepLoss`). Raises ConfigError (PP-E130, PP-E132; PP-E553 for
-        an exception of the user's code) on all ranks before any message; PP-E554 if an earlier step ended amid its
-        messages.
-        """
+        The loss is the sum of the microbatches' shares (`StepLoss`). Raises on all ranks: ConfigError before any
+        message (PP-E130, PP-E132; PP-E553 for an exception of the user's code; PP-E554 if an earlier step ended amid
+        its messages), TrainingError (PP-E558) after the messages if a forward, a loss or a backward failed."""
         return self._run(_given(batch, named), training=True)
 
     def eval(self, batch: Any = None, **named: Any) -> Tensor | None:
@@ -146,7 +145,7 @@ class Pipeline:
 
     @property
     def info(self) -> PipelineInfo:
-        """The stages, the ranks and the schedule of this pipeline."""
+        """This rank's place in the pipeline, its stages, and the schedule of the last step."""
         last, numbers = self.placement.num_stages - 1, self._stages.numbers
         ends = 0 in numbers, last in numbers
         return PipelineInfo(self._ranks.size, self._ranks.rank, numbers, last + 1, *ends, self._schedule)
@@ -169,15 +168,15 @@ class Pipeline:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and saved buffers under the model's names; the union over ranks is its state."""
+        """This rank's parameters and saved buffers, under the whole model's names; all ranks' together are its state."""
         return self._stages.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's values from the state of the whole model, or of these stages.
 
-        Raises CheckpointError and loads nothing if tensors are missing, have another shape, or differ if the model
-        shares them (PP-E537), or if stages are sharded over other ranks (PP-E539). The next step or evaluation compares
-        them over all ranks (PP-E504).
+        Raises CheckpointError and loads nothing if tensors are missing, have another shape, or differ although the
+        model shares them (PP-E537), or if stages are sharded over other ranks (PP-E539). The next step or evaluation
+        compares the shared ones over all ranks, and raises CheckpointError (PP-E504) if they differ.
         """
         self._stages.load_state_dict(state)
         self._known.clear()  # the next step compares shared parameters before it runs
@@ -202,8 +201,8 @@ class Pipeline:
         return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank, self.device)
 
     def _run_calls(self, run: BatchRun, *, training: bool) -> None:
-        """Run all schedule calls of a batch, then compare failures of all ranks. An error between messages breaks the
-        pipeline for good."""
+        """Run all schedule calls of a batch; raises TrainingError (PP-E558) on all ranks if one of them failed. Any
+        other error between messages breaks the pipeline for good."""
         schedule = run.prepared.schedule if training else run.prepared.forwards
         if training:
             self._schedule = schedule
@@ -221,7 +220,8 @@ class Pipeline:
             raise run.failure(failed) from run.failed
 
     def _begin(self, given: Any, *, training: bool = True) -> GivenBatch:
-        """The batch in microbatches; the first batch of a shape is checked, and agreed on by all ranks."""
+        """Divide a batch into microbatches. For the first batch of a shape all ranks check it, agree on it, and prepare
+        its messages and schedules; on a GPU they also run it dry. A collective."""
         known: GivenBatch | None = None
         with suppress(Exception):  # all ranks raise the error below
             self._check(training=training)
@@ -260,11 +260,11 @@ class Pipeline:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)
 
     def _check(self, *, training: bool) -> None:
-        """Raise if the pipeline is closed, or if `training` finds gradients disabled."""
+        """Raise ConfigError (PP-E130) if the pipeline is closed, or in `training` if gradients are disabled."""
         if self._closed:
             raise misuse("the pipeline is closed", "pipeline = ppctl.pipeline(model, config)")
         if training and not torch.is_grad_enabled():
-            message = "gradients are disabled (no_grad or inference_mode), and a step computes them"
+            message = "gradients are disabled (no_grad or inference_mode), but a step computes them"
             raise misuse(message, "pipeline.eval(batch), or pipeline.step(batch) outside of it")
 
     def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
@@ -280,7 +280,7 @@ class Pipeline:
             loss.try_out(crossing.output, first.labels, self.device)
         wanted, others = message_dtype(self.config), [e.dtype for e in crossing.edges if not e.is_floating_point()]
         if wanted is not None and others:
-            message = f"dtype is {wanted}, and the stages send {others[0]}"
+            message = f"dtype is {wanted}, but the stages send {others[0]}"
             raise misuse(message, "PipelineConfig(dtype=None)")
         return batch, crossing
 

@@ -25,8 +25,8 @@ from ppctl.schedule.policies import POLICIES
 
 
 class RankStages:
-    """This rank's stages. Making them is a collective of the pipeline's ranks, and raises as `ppctl.pipeline`. By
-    stage: `made` has ppctl's module, `modules` the result of `parallelize`, `sync` the switches of sharded modules."""
+    """This rank's stages. Making them is a collective of the pipeline's ranks, and raises as `ppctl.pipeline` does. By
+    stage, `made` has ppctl's module, `modules` the result of `parallelize`, `sync` the switches of sharded modules."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RankStages:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load this rank's values from a state. Raises CheckpointError (PP-E537, PP-E539) and then loads nothing."""
+        """Copy this rank's values from a state. Raises CheckpointError (PP-E537, PP-E539), and then copies nothing."""
         owner = {name: next(iter(uses)) for uses in self._source.ties for name in uses}
         own = self.state_dict()
         first = {n: state[of] for n, of in owner.items() if n != of and of in state and n in state}
@@ -155,8 +155,8 @@ class RankStages:
     def summing_ties(self) -> Iterator[None]:
         """A context for a step: on exit the gradient of each use of a shared parameter is the sum over all uses.
 
-        Each use has an accumulator; these are summed once (decision 3). Gradients of earlier steps, already summed, are
-        set aside on entry and added on exit.
+        Each use has an accumulator, and the accumulators are summed once (decision 3). Gradients of earlier steps,
+        which are summed already, are removed on entry and added again on exit.
         """
         held = {}
         for tied in self._ties:
@@ -187,26 +187,26 @@ class RankStages:
         ]
 
     def _check_sync(self, config: PipelineConfig) -> None:
-        """Raise for what fully_shard's gradients rule out: split backwards, and shared parameters."""
+        """Raise ConfigError (PP-E130) for sharded stages with split backwards or with shared parameters."""
         shards = any(sync.shards for sync in self.sync.values())
         request = request_of(config)
         splits = request.given.split if request.given is not None else POLICIES[str(request.policy)].splits
         if shards and splits:
             asked = config.pp_schedule_csv or config.pp_schedule
-            message = f"fully_shard reduces gradients in a whole backward, and {asked} splits it"
+            message = f"fully_shard reduces gradients in a whole backward, but {asked} splits backwards"
             raise misuse(message, "pp_schedule='1f1b' pp_schedule_csv=None")
         if shards and self._source.ties:
-            message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
+            message = "parameters that several modules share have one gradient per use, but fully_shard divides each"
             raise misuse(message, "a model with tie_word_embeddings=False")
 
 
 def _unequal(names: list[str], code: str) -> Problem:
-    message = "the model shares these parameters, and they were given different values"
+    message = "the model shares these parameters, but they were given different values"
     return Problem(code, message, "a model with tie_word_embeddings=False", listed(names))
 
 
 def _bytes(tensor: Any) -> Any:
-    # the whole of a tensor that `parallelize` has divided
+    # Makes a tensor whole that `parallelize` has divided.
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.cpu().contiguous().view(torch.uint8).numpy()
 

@@ -1,4 +1,4 @@
-"""The two kinds of models that are cut: users' modules by modules' names, transformers models by their layers."""
+"""The two kinds of models that are cut: a user's module by names of its modules, a transformers model by its layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OwnModel:
     def __init__(self, model: nn.Module, config: PipelineConfig, pp: int) -> None:
         for field in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
             if getattr(config, field) is not None and config.module_fqns_per_model_part is None:
-                message = f"{field} counts layers of a transformers model; {type(model).__name__} is cut by names"
+                message = f"{field} counts layers of a transformers model, but {type(model).__name__} is cut by names"
                 remedy = f"{field}=None module_fqns_per_model_part=[[...], [...]]"
                 raise misuse(message, remedy)
         self.model, self.cut = model, cut_by_names(model, config.module_fqns_per_model_part, pp)
@@ -80,8 +80,8 @@ class OwnModel:
 
 
 class TransformersModel:
-    """A model whose code is transformers', an instance or a directory, proved to run in stages. Raises ConfigError as
-    `foreign.library`, PP-E131 for names that do not fit, PP-E130 for a wrong number of stages."""
+    """A transformers model, which has been proved to run in stages. Making one raises ConfigError: PP-E131 for names
+    that do not fit, PP-E130 for an unknown schedule, PP-E119 or PP-E130 for a wrong number of stages."""
 
     reads_masks = True
 
@@ -165,12 +165,12 @@ _BESIDE = ("attention_mask", "position_ids")
 
 def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
     """Raise ConfigError (PP-E130) for labels that transformers' own loss would shift: here token n would be compared
-    with itself. Rows of one repeated token also look like this if shifted, and pass."""
+    with itself. A row of one repeated token looks the same shifted and unshifted: it passes."""
     if not isinstance(labels, Tensor) or labels.shape != tokens.shape or not bool((tokens != tokens[:, :1]).any()):
         return
     counts = labels != NO_TOKEN
     if bool((~counts | (labels == tokens)).all()) and bool(counts.any()):
-        message = "the labels equal the tokens, and a pipeline does not shift them: label i belongs to logits i"
+        message = "the labels equal the tokens, but a pipeline does not shift them: label i belongs to logits i"
         remedy = "labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
         raise misuse(message, remedy)
 
@@ -199,8 +199,8 @@ def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ..
         where = [number for number, stage in enumerate(letters) if letter in stage]
         right = 0 if letter == "E" else len(letters) - 1
         if where != [right]:
-            named = "in no part" if not where else f"in part {', '.join(map(str, where))}"
-            message = f"{' and '.join(names)} {named}, and must be in part {right} alone"
+            named = "left out" if not where else f"in part {', '.join(map(str, where))}"
+            message = f"{' and '.join(names)} must be in part {right} alone, not {named}"
             problems.append(Problem(NAMES_CODE, message, f"name {', '.join(names)} in part {right}"))
     if empty := [str(number) for number, stage in enumerate(letters) if not stage]:
         problems.append(Problem(NAMES_CODE, f"part {', '.join(empty)} names no module with parameters"))
@@ -215,7 +215,7 @@ def wanted_policy(config: PipelineConfig) -> str:
     """The policy that pp_schedule names. Raises ConfigError (PP-E130) for an unknown name and for `auto`."""
     policy = schedule_policy(config.pp_schedule)
     if policy is None or policy == AUTO:
-        why = "needs a plan, and a module has none" if policy == AUTO else "is no schedule"
+        why = "needs a plan, but a module has none" if policy == AUTO else "is no schedule"
         known = ", ".join(name for name, each in POLICIES.items() if each.trains)
         raise misuse(f"pp_schedule={config.pp_schedule!r} {why}", f"one of {known}")
     return policy
@@ -255,7 +255,7 @@ def weights_in(directory: Path, config: Any) -> Callable[[str], Tensor] | None:
     from ppctl.foreign.stored import StoredWeights
 
     if not has_weights(directory):
-        message = f"{directory} has a config.json and no weights"
+        message = f"{directory} has a config.json but no weights"
         raise CheckpointError(Problem("PP-E538", message, "a model on meta, then pipeline.load_state_dict(...)"))
     model: Any = make_model(config, "meta")
     further = further_names(model)  # a tied head is stored once, under the table's name
@@ -272,7 +272,7 @@ def _refuse_lost_buffers(model: nn.Module) -> None:
         if (buffer := module._buffers[key]) is not None and buffer.device.type == "meta"
     ]
     if lost:
-        message = f"{', '.join(lost[:5])} is on meta without values, and is in no state dict"
+        message = f"{', '.join(lost[:5])} is on meta without values, but no state dict could fill it"
         raise ConfigError(
             Problem("PP-E132", message, "build the model on the CPU, or register the buffer as persistent")
         )

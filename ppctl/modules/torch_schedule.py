@@ -36,11 +36,11 @@ from ppctl.schedule.simulate import Costs
 from ppctl.weight_gradients.functions import tell_what_stays
 
 LOOPED_BFS = "loopedbfs"
-"""Torch's `gpipe` with several chunks, whose backwards begin with the last microbatch and sum in that order."""
+"""Torch's `gpipe` with several chunks: backwards begin with the last microbatch, and sum gradients in that order."""
 
 
 class Asked(NamedTuple):
-    """A rank's arguments, equal on all ranks except `stages`."""
+    """A rank's arguments; the first three must be equal on all ranks."""
 
     schedule: str
     num_microbatches: int
@@ -65,13 +65,13 @@ def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> 
         request.check(pp, first.num_stages // pp)
         stages = "; ".join(f"rank {rank} {each.stages}" for rank, each in enumerate(asked))
         wanted = "; ".join(f"rank {rank} {list(places[0].stages_of(rank))}" for rank in range(pp))
-        raise misuse(f"the stages are {stages}, and {first.schedule} runs {wanted}", f"stages: {wanted}")
+        raise misuse(f"the stages are {stages}, but {first.schedule} runs {wanted}", f"stages: {wanted}")
     runs = ScheduleRequest(_to_measure(place)) if request.policy == AUTO else request
     made = runs.made(place, first.num_microbatches)
     if first.schedule == LOOPED_BFS:
         made = _last_first(made)
     if made.split and any(each.replicated for each in asked):
-        message = f"{first.schedule} splits backwards, and DistributedDataParallel takes a whole one for its last"
+        message = f"{first.schedule} splits backwards, but DistributedDataParallel needs its last backward whole"
         raise misuse(message, f"schedule={fitting_policy(len(first.stages))!r}, or fully_shard")
     return lower(made, batched=batched)
 
@@ -280,7 +280,7 @@ class TorchSchedule(PipelineScheduleMulti):
 
     def _check_target(self, target: Any) -> None:
         if target is None and self._has_backward and self._num_stages - 1 in self._by_index:
-            raise misuse("the last stage computes a loss, and step() was given no target", "schedule.step(target=...)")
+            raise misuse("the last stage computes a loss, but step() was given no target", "schedule.step(target=...)")
 
     def _check_stages(self, trains: bool) -> None:
         """Raise ConfigError (PP-E130) for tensors between stages that the engine's messages do not carry."""
@@ -293,13 +293,13 @@ class TorchSchedule(PipelineScheduleMulti):
                     message, remedy = f"{what} as a DTensor", "output.to_local() in the stage that sends it"
                     problems.append(Problem(CODE, message, remedy))
                 elif trains and not each.requires_grad:
-                    message = f"{what} without a gradient, and every tensor between stages gets one back"
+                    message = f"{what} without a gradient, but every tensor between stages gets one back"
                     problems.append(Problem(CODE, message, "schedule.step(..., NAME=tensor) on every rank"))
         if problems:
             raise ConfigError(problems)
 
     def _search(self, recorder: Recorder) -> None:
-        """Replace the schedule by a search's result with this step's times. A collective of the pipeline's ranks."""
+        """Search with this step's times, and run the result from now on. A collective of the pipeline's ranks."""
         if recorder.device.type == "cuda":
             torch.cuda.synchronize(recorder.device)
         times: dict[tuple[str, int], list[float]] = {}
@@ -321,10 +321,10 @@ def _refuse_others(stages: Sequence[Any]) -> None:
     """Raise ConfigError (PP-E130) for stages that only torch's runtime runs."""
     for stage in stages:
         if stage.dw_builder is not None:
-            message = f"stage {stage.stage_index} has a dw_builder, and ppctl finds products with weights by itself"
+            message = f"stage {stage.stage_index} has a dw_builder, but ppctl finds products with weights by itself"
             raise misuse(message, "PipelineStage(..., dw_builder=None)")
         if getattr(stage.submod, "find_unused_parameters", False):
-            message = f"stage {stage.stage_index} looks for unused parameters, from outputs that are not kept"
+            message = f"stage {stage.stage_index} looks for unused parameters from its outputs, which are not kept"
             raise misuse(message, "DistributedDataParallel(..., find_unused_parameters=False)")
 
 

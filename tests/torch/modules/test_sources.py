@@ -59,7 +59,7 @@ def test_the_layers_of_each_stage(pp: int, fields: dict[str, Any], decoders: lis
         (dict(layers_per_stage=2, round_virtual_stages_to_pp_multiple="up"), "PP-E119", "single-stage schedule"),
         (dict(round_virtual_stages_to_pp_multiple="up"), "PP-E130", "layers_per_stage, which is not set"),
         (dict(module_fqns_per_model_part=[[*FIRST, *layers(0, 9)], LAST]), "PP-E131", "must name the 10 layers"),
-        (dict(module_fqns_per_model_part=[[*layers(0, 9)], ["h.9", *LAST]]), "PP-E131", "wpe must be in part 0 alone, not left out"),
+        (dict(module_fqns_per_model_part=[[*layers(0, 9)], ["h.9", *LAST]]), "PP-E131", "alone, not left out"),
         (dict(module_fqns_per_model_part=[FIRST, [*FIRST, *layers(0, 10), *LAST]]), "PP-E131", "in part 0, 1"),
         (dict(module_fqns_per_model_part=[[*FIRST, *layers(0, 10), *LAST], []]), "PP-E131", "must be in part 1 alone"),
         (dict(module_fqns_per_model_part=[FIRST, layers(0, 10), LAST]), "PP-E131", "3 parts cannot be shared"),
