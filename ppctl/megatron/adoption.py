@@ -1,4 +1,4 @@
-"""ppctl's functions and communicator in the places where a loaded Megatron-core has its own, and back.
+"""Puts ppctl's functions and communicator in the places where a loaded Megatron-core has its own, and takes them out.
 
 Nothing of Megatron is imported.
 """
@@ -96,7 +96,7 @@ def adopt(
     """
     request = requested(schedule, memory, costs)
     if sys.modules.get(_SCHEDULES) is None:
-        message = "adopt() comes after the imports of Megatron, and megatron.core.pipeline_parallel is not loaded"
+        message = "adopt() comes after the imports of Megatron, but megatron.core.pipeline_parallel is not loaded"
         raise misuse(message, "import megatron.core.pipeline_parallel")
     sizes = pipeline_sizes()
     if sizes is not None and sizes.pp > 1:

@@ -45,7 +45,7 @@ class Call:
     def __post_init__(self) -> None:
         if not callable(self.forward_step_func):
             kind = type(self.forward_step_func).__name__
-            message = f"forward_step_func is a {kind}, and is called as forward_step_func(data_iterator, model)"
+            message = f"forward_step_func is a {kind}, but is called as forward_step_func(data_iterator, model)"
             raise misuse(message, "forward_step_func=...")
 
 
@@ -100,12 +100,12 @@ class CallOnRank:
         return self._store
 
     def _make_deferral(self) -> Deferral | None:
-        """The deferral by `defer_embedding_wgrad_compute`; None where it is off. Raises without its buffers."""
+        """The deferral of `defer_embedding_wgrad_compute`; None if off. Raises ConfigError if nothing makes main_grad."""
         call = self._call
         if call.forward_only or not getattr(call.config, "defer_embedding_wgrad_compute", False):
             return None
         if not getattr(call.config, "gradient_accumulation_fusion", False):
-            message = "defer_embedding_wgrad_compute adds to main_grad, which gradient_accumulation_fusion makes"
+            message = "defer_embedding_wgrad_compute adds to main_grad, which only gradient_accumulation_fusion makes"
             raise misuse(message, "gradient_accumulation_fusion=True")
         return Deferral(call.config, list(call.chunks), call.num_microbatches) if self._last in self._stages else None
 

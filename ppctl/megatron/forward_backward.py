@@ -105,7 +105,7 @@ def forward_backward_no_pipelining(
     """
     _refuse_adjusting(adjust)
     if communicator is not None and communicator.total_stages > 1:
-        message = f"the communicator has {communicator.total_stages} ranks, and this function does not pipeline"
+        message = f"the communicator has {communicator.total_stages} ranks, but this function does not pipeline"
         raise misuse(message, "get_forward_backward_func()")
     schedule = _lowered(call, None, ScheduleRequest())
     sync = sync_without_pipelining(schedule.actions[0])
@@ -139,13 +139,13 @@ def forward_backward_pipelining_with_interleaving(
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is a number, even 1.
 
-    Without both sizes they come from Megatron's `parallel_state`, if a program has made its groups. Otherwise, without
-    `pp_size`, the returned function chooses when called, by the size of the communicator or the world, and by the
-    chunks. Raises ConfigError for a size below 1.
+    If both sizes are None, they are taken from Megatron's `parallel_state`, provided that a program has made its
+    groups. Without a `pp_size` the returned function chooses when it is called, by the size of the communicator or the
+    world, and by the chunks. Raises ConfigError for a size below 1.
     """
     for name, size in (("pp_size", pp_size), ("vp_size", vp_size)):
         if size is not None and whole_number(size, name) < 1:
-            raise misuse(f"{name} is {size}, and is at least 1", f"{name}=1")
+            raise misuse(f"{name} must be at least 1, not {size}", f"{name}=1")
     if pp_size is None and vp_size is None and (sizes := pipeline_sizes()) is not None:
         pp_size, vp_size = sizes
     if pp_size is None:
@@ -179,7 +179,7 @@ def _refuse_adjusting(adjust: AdjustShapes | None) -> None:
 
 
 def _run_pipeline(call: Call, communicator: Any, adjust: AdjustShapes | None) -> list[Any]:
-    """Run a call on its pipeline, when all ranks have agreed on its sizes."""
+    """Run a call on its pipeline, once all ranks have agreed on the call's sizes."""
     request = _requested
     pipeline = pipeline_of(call.chunks[0], communicator, call.groups, request.kinds[0])
     pp, pp_rank = (1, 0) if pipeline is None else (pipeline.total_stages, pipeline.current_stage)
@@ -208,7 +208,7 @@ def _run_pipeline(call: Call, communicator: Any, adjust: AdjustShapes | None) ->
 
 
 def _lowered(call: Call, pipeline: P2PCommunicator | None, request: ScheduleRequest) -> Schedule:
-    """The call's schedule as the communicator carries it."""
+    """The call's schedule, lowered for the communicator."""
     pp = 1 if pipeline is None else pipeline.total_stages
     own = "forward_only" if call.forward_only else "interleaved_1f1b" if call.interleaved else "1f1b"
     batched = pipeline is not None and (pipeline.batched or _is_first_on_device(pipeline, f"{request}, {own}"))
@@ -221,8 +221,8 @@ def _lowered(call: Call, pipeline: P2PCommunicator | None, request: ScheduleRequ
 def lowered_schedule(
     request: ScheduleRequest, own: str, pp: int, vpp: int, num_microbatches: int, group: int | None, *, batched: bool
 ) -> Schedule:
-    """The requested schedule, or the policy `own` for evaluations, one rank, and without a request. Cached by
-    arguments. Raises ScheduleError for sizes that do not fit the schedule.
+    """Return the requested schedule, lowered; the schedule of policy `own` for evaluations, on one rank, or without a
+    request. Cached by arguments. Raises ScheduleError for sizes that do not fit the schedule.
     """
     asked = request if pp > 1 and request.asks else ScheduleRequest(own)
     place = Placement(asked.kinds[0], pp, pp * vpp)
@@ -235,10 +235,10 @@ def lowered_schedule(
 
 
 def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
-    """Whether a schedule runs for the first time over a communicator whose messages are kernels of a GPU.
+    """Note that a schedule runs; return whether it is its first time over a communicator that sends from a GPU.
 
-    The stages' kernels are loaded then, which waits until the device is idle: no receive may be posted ahead. In a
-    batched schedule nothing travels while a rank computes.
+    The first time the stages' kernels are loaded, which waits until the device is idle, so no receive may be posted
+    ahead. In a batched schedule nothing travels while a rank computes.
     """
     if communicator.device.type != "cuda" or name in communicator.ran:
         return False
@@ -247,8 +247,8 @@ def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
 
 
 def _checkpoint_flags(config: Any, row: Sequence[Action], window: int) -> dict[Action, bool]:
-    """For every forward of this rank's list whether all its layers are recomputed. Raises ConfigError for a `window`
-    below 0."""
+    """For every forward of this rank's list, whether all its layers are recomputed. Raises ConfigError if the config
+    asks for a negative number of microbatches."""
     name = "num_microbatches_with_partial_activation_checkpoints"
     partial = getattr(config, name, None)
     if partial is not None and partial < 0:

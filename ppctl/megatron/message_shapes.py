@@ -36,7 +36,7 @@ def get_tensor_shapes(
     asked = ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
     sequence = whole_number(asked[1], asked[0])
     if min(sequence, whole_number(micro_batch_size, "micro_batch_size")) < 0:
-        message = f"{asked[0]}={sequence} and micro_batch_size={micro_batch_size}: no shape is negative"
+        message = f"{asked[0]}={sequence} and micro_batch_size={micro_batch_size} must not be negative"
         raise misuse(message, f"{asked[0]}={max(sequence, 1)}, micro_batch_size={max(micro_batch_size, 1)}")
     cp = getattr(config, "context_parallel_size", 1) if cp_group is None else cp_group.size()
     tp = 1
@@ -47,20 +47,20 @@ def get_tensor_shapes(
         raise misuse(message, f"seq_length={max(sequence // (cp * tp), 1) * cp * tp}")
     hidden = getattr(config, "hidden_size", None)
     if hidden is None:
-        raise misuse("messages between stages need the hidden size, and the config has none", "config.hidden_size=...")
+        raise misuse("messages between stages need the hidden size, but the config has none", "config.hidden_size=...")
     return [(sequence // cp // tp, micro_batch_size, hidden)]
 
 
 def edges_of(
     shapes: list[TensorShape], config: Any, *, first: bool, last: bool, adjust: AdjustShapes | None = None
 ) -> Edges:
-    """A stage's edges from the shapes of the model's messages, adjusted by the user's function if there is one. The
-    first stage receives nothing, the last sends nothing."""
+    """A stage's edges from the shapes of the model's messages, which the user's function, if any, adjusts. The first
+    stage receives nothing, the last sends nothing. Raises ConfigError if the function does not return two lists."""
     before, after = list(shapes), list(shapes)
     if adjust is not None:
         adjusted = adjust(before, after)
         if not isinstance(adjusted, tuple | list) or len(adjusted) != 2:
-            message = f"adjust_tensor_shapes_fn returned a {type(adjusted).__name__}: it returns both lists of shapes"
+            message = f"adjust_tensor_shapes_fn returned a {type(adjusted).__name__}, but must return two lists"
             raise misuse(message, "return receive_shapes, send_shapes")
         before, after = adjusted
     made = partial(torch.empty, dtype=message_dtype(config), device="meta")
@@ -71,5 +71,5 @@ def message_dtype(config: Any) -> torch.dtype:
     """The dtype of all messages, `config.pipeline_dtype` (a dtype or its name). Raises ConfigError without one."""
     wanted = torch_dtype(getattr(config, "pipeline_dtype", None), "pipeline_dtype")
     if wanted is None:
-        raise misuse("pipeline_dtype is None: stages agree on what they send", "pipeline_dtype=torch.float32")
+        raise misuse("pipeline_dtype is None, but messages need a dtype", "pipeline_dtype=torch.float32")
     return wanted

@@ -15,7 +15,7 @@ _LATER = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 
 
 def holder_of(model: Any, attribute: str) -> Any:
-    """The outermost of a model and what it wraps (`.module`) that has the attribute, or None."""
+    """Return the first that has the attribute: the model, what it wraps (`.module`), what that wraps; or else None."""
     while model is not None and not hasattr(model, attribute):
         model = getattr(model, "module", None)
     return model
@@ -24,8 +24,8 @@ def holder_of(model: Any, attribute: str) -> Any:
 def config_of(model: nn.Module) -> Any:
     """`model.config`, of the model or of what it wraps.
 
-    Raises ConfigError if there is none, or if it switches on something that schedules cannot do (yet, or at all, as
-    offloading layers' activations, which the layers must do; Megatron's then set `_cpu_offloading_context`).
+    Raises ConfigError if there is none, if it switches on what comes later, or if it offloads activations without
+    layers that do it (Megatron's do, and set `_cpu_offloading_context`): schedules cannot.
     """
     holder = holder_of(model, "config")
     if holder is None:
@@ -38,7 +38,7 @@ def config_of(model: nn.Module) -> Any:
     ]
     if getattr(config, "cpu_offloading", False) and getattr(config, "_cpu_offloading_context", None) is None:
         message = (
-            "config.cpu_offloading is on, and no layer of the model has taken it up (_cpu_offloading_context is None)"
+            "config.cpu_offloading is on, but no layer of the model has taken it up (_cpu_offloading_context is None)"
         )
         problems.append(Problem("PP-E396", message, "config.cpu_offloading = False"))
     if problems:
@@ -48,7 +48,7 @@ def config_of(model: nn.Module) -> Any:
 
 @contextmanager
 def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None]:
-    """Run the config's timer of that name, if it has timers; looked up at both ends, as in Megatron."""
+    """While entered, run the config's timer with this name, if any. It is looked up at both ends, as in Megatron."""
     timers = getattr(config, "timers", None)
     if timers is not None:
         timers(name, log_level=level).start(**start)
@@ -60,13 +60,13 @@ def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None
 
 
 def give_input(model: Any, tensors: list[Any]) -> None:
-    """Give a stage its input through `set_input_tensor`, as a list (of None on the first stage). Raises ConfigError
-    without that method."""
+    """Give a stage its input through `set_input_tensor`, as a list (of None on the first stage). Raises ConfigError if
+    there is an input but no such method."""
     holder = holder_of(model, "set_input_tensor")
     if holder is not None:
         holder.set_input_tensor(tensors)
     elif any(tensor is not None for tensor in tensors):
-        message = f"{type(model).__name__} gets its input from the stage before it, and cannot take it"
+        message = f"{type(model).__name__} gets its input from the stage before it, but cannot take it"
         raise misuse(message, "def set_input_tensor(self, input_tensor): ...")
 
 
@@ -76,12 +76,12 @@ def only_chunk(things: Any, what: str) -> list[Any]:
         return [things]
     if len(things) == 1:
         return things
-    message = f"{what} is a list of {len(things)}, and a rank has one chunk unless the schedule interleaves"
+    message = f"{what} is a list of {len(things)}, but a rank has one chunk unless the schedule interleaves"
     raise misuse(message, "forward_backward_pipelining_with_interleaving")
 
 
 def all_chunks(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[Any]]:
-    """A rank's chunks and their iterators; None for the iterators means one None per chunk."""
+    """A rank's chunks and their iterators, or a None for each. Raises ConfigError unless both lists have one length."""
     if not isinstance(model, list) or not model:
         raise misuse("interleaving takes a list of models, one per chunk", "model=[chunk_0, chunk_1]")
     iterators = [None] * len(model) if data_iterator is None else data_iterator
@@ -93,15 +93,15 @@ def all_chunks(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[An
 
 
 def whole_number(value: Any, name: str) -> int:
-    """`value`, which must be a whole number. Raises ConfigError naming the argument."""
+    """Return `value` as an int. Raises ConfigError naming the argument if it is no whole number."""
     try:
         return operator.index(value)
     except TypeError:
-        raise misuse(f"{name} is {value!r}, and must be a whole number", f"{name}=1") from None
+        raise misuse(f"{name} is {value!r}, but must be a whole number", f"{name}=1") from None
 
 
 def per_chunk(functions: Any, chunks: Sequence[Any], name: str) -> list[Any]:
-    """A function, or a list with one for each chunk, as a list. Raises ConfigError for other lengths."""
+    """Return a list of one function per chunk: `functions`, or one for all. Raises ConfigError for other lengths."""
     if not isinstance(functions, list | tuple):
         return [functions] * len(chunks)
     if len(functions) != len(chunks):

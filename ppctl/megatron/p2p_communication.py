@@ -2,10 +2,10 @@
 
 On NCCL, messages are fused by torch's batch_isend_irecv on the pipeline's own process group, and waited for together
 (decision 79). On gloo, and with `transport="channels"`, every directed edge has a channel of its own for activations
-and one for gradients, so that neither two directions nor a posted receive and a send block each other, even if both
-neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
-own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are waited for
-together; on NCCL that is the plain transport.
+and one for gradients. So two directions do not block each other, nor do a posted receive and a send, even if both
+neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection between its two ends, with
+a communicator and a stream of its own (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are waited
+for together; on NCCL that is the plain transport.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MOVES = {
     "send_next": "forward-send",
     "recv_prev": "forward-recv",
 }
-"""Move -> its timer's name. In this order both ends of a pair list what they exchange, gradients first: one rank may be
-both neighbours."""
+"""Move -> its timer's name. Both ends of a pair list what they exchange in this order, gradients first, since one rank
+may be both neighbours."""
 _SENT = {"send_next": "an activation", "send_prev": "a gradient"}
 
 
@@ -49,7 +49,7 @@ class _Handle(NamedTuple):
     channel: Channel
 
     def wait(self) -> bool:
-        """Return when it is over. Raises PeerLost."""
+        """Wait until the move is over; return True. Raises PeerLost."""
         wait_for(self.works, self.channel)
         return True
 
@@ -93,13 +93,13 @@ class _NeighbourExchange:
     def __call__(
         self, sends: Mapping[str, torch.Tensor | None], receives: Mapping[str, bool], shape: Any, *, wait: bool = True
     ) -> tuple[dict[str, torch.Tensor], dict[str, _Handle]]:
-        """Start the moves: what is received, with `wait` at once, and what to wait for. Raises MessageError. A tensor
-        None is not sent."""
+        """Start the moves; return (what is received, what to wait for), both by move. With `wait` all are over. A
+        tensor that is None is not sent. Raises MessageError, and OverlapError for batches without `wait`."""
         if self._batched and not wait:
-            message = "overlap_p2p_comm asks for messages that nobody waits for; batch_p2p_comm waits for its batches"
+            message = "overlap_p2p_comm asks for messages without a wait, but batch_p2p_comm waits for its batches"
             remedy = "parallel.batch_p2p_comm=false"
             if not self._modes.batched:
-                message = "overlap_p2p_comm asks for messages that nobody waits for; plain ones go in batches"
+                message = "overlap_p2p_comm asks for messages without a wait, but plain ones are waited for in batches"
                 remedy = "P2PCommunicator(pp_group, config, transport='channels')"
             raise OverlapError(Problem("PP-E117", message, remedy))
         moves = self._to_send(sends)
@@ -133,12 +133,12 @@ class _NeighbourExchange:
         return listed
 
     def paired(self, tensors: Any, shapes: Any, send: str, receive: str) -> list[tuple[torch.Tensor | None, Any]]:
-        """Every tensor to send with the shape of what is received for it. Raises MessageError for odd ones."""
+        """Pair every tensor to send with the shape to receive for it. Raises MessageError if the numbers differ."""
         listed, wanted = self.listed(tensors, send), _shapes_in(shapes)
         for shape in wanted:
             self._check_receive(receive, shape)
         if len(listed) != len(wanted):
-            message = f"{len(listed)} tensors are sent and {len(wanted)} shapes to be received: which belong together?"
+            message = f"{len(listed)} tensors are sent, but {len(wanted)} shapes are received: they must be pairs"
             raise MessageError(Problem("PP-E716", message, "pass as many shapes as tensors"))
         return list(zip(listed, wanted, strict=True))
 
@@ -148,26 +148,26 @@ class _NeighbourExchange:
         for name, tensor in moves.items():
             if self._modes.dtype not in (None, tensor.dtype):
                 wanted = f"pipeline_dtype {self._modes.dtype}"
-                message = f"{name} is a tensor of {tensor.dtype}, and the other rank expects {wanted}"
+                message = f"{name} is a tensor of {tensor.dtype}, but the other rank expects {wanted}"
                 raise MessageError(Problem("PP-E716", message, "convert it before it is sent, or mend pipeline_dtype"))
         return moves
 
     def _check_receive(self, name: str, shape: Any) -> None:
-        """Raise MessageError (PP-E716) if shape or dtype of what `name` receives is unknown."""
+        """Raise MessageError (PP-E716) if the shape or the dtype of what the move `name` receives is unknown."""
         if shape is None:
             message = (
                 f"{name} needs the shape of what it receives (tensor_shape), as in (sequence, micro batch, hidden)"
             )
             raise MessageError(Problem("PP-E716", message))
         if self._modes.dtype is None:
-            message = f"{name} needs to know what dtype it receives, and the config has no pipeline_dtype"
+            message = f"{name} needs to know what dtype it receives, but the config has no pipeline_dtype"
             raise MessageError(Problem("PP-E716", message, "parallel.pipeline_dtype=float32"))
 
     # --- how it moves ------------------------------------------------------------------------------------------------
 
     def _start(self, moves: Mapping[str, torch.Tensor], *, headers: bool = False) -> dict[str, _Handle]:
-        """Start the moves, receives first if each goes by itself. Returns what to wait for, by move; fused ones are
-        listed in the order of `_MOVES`, which both ends share, and are over."""
+        """Start the moves, and return what to wait for, by move. Moves that go one by one start with the receives;
+        fused ones are listed in the order of `_MOVES`, which both ends share, and are over on return."""
         if self._group.size() == 1:
             return {name: self._to_itself(name, moves[name], headers) for name in _MOVES if name in moves}
         if self._fused is not None:
@@ -192,24 +192,24 @@ class _NeighbourExchange:
         return _Handle(works, channel)
 
     def _to_itself(self, name: str, tensor: torch.Tensor, headers: bool) -> _Handle:
-        """Send to this rank itself, the neighbour in a pipeline of one rank: keep the tensor until it is received."""
+        """Send to, or receive from, this rank itself, its own neighbour: a sent tensor is kept until it is received."""
         channel = self._channels[name]
         kept = self._own[channel.direction, headers]
         if name.startswith("send"):
             kept.append(tensor.clone())
             return _Handle((), channel)
         if not kept:
-            message = f"{name}: a pipeline of one rank is its own neighbour, and this one has sent nothing"
+            message = f"{name}: a pipeline of one rank is its own neighbour, but this one has sent nothing"
             raise MessageError(Problem("PP-E716", message, "send before, or in the same call"))
         if kept[0].shape != tensor.shape:
-            message = f"{name}: a tensor of shape {list(kept[0].shape)} was sent and {list(tensor.shape)} is received"
+            message = f"{name}: a tensor of shape {list(kept[0].shape)} was sent, but {list(tensor.shape)} is received"
             raise MessageError(Problem("PP-E716", message, "receive what was sent"))
         tensor.copy_(kept.popleft())
         return _Handle((), channel)
 
 
 class P2PCommunicator(Communicator):
-    """Megatron's methods for the messages between the ranks of one pipeline, beside what the engine uses.
+    """Megatron's methods for the messages between the ranks of one pipeline, in addition to what the engine uses.
 
     `pp_group` holds the pipeline's ranks in pp order; `config` is a ModelParallelConfig (or anything with its fields).
     `channels`, `device`, `connect` and `transport` are `Communicator`'s. Raises ConfigError for modes that exclude each
@@ -235,12 +235,12 @@ class P2PCommunicator(Communicator):
     ) -> None:
         modes = Modes.of(config)
         if not isinstance(pp_group, ProcessGroup):
-            message = f"P2PCommunicator is made over the pipeline's process group, and got {pp_group!r}"
+            message = f"P2PCommunicator needs the pipeline's process group, but got {pp_group!r}"
             raise ConfigError(Problem("PP-E396", message, "P2PCommunicator(torch.distributed.group.WORLD, config)"))
         super().__init__(pp_group, modes, channels=channels, device=device, connect=connect, transport=transport)
         self.config = config
         self.ran: set[str] = set()
-        """The functions that have run over it: on a GPU a function's first call is lowered differently."""
+        """The schedules that have run over it: on a GPU a schedule's first run is lowered differently."""
         self._exchange = _NeighbourExchange(self)
 
     @property
@@ -300,7 +300,7 @@ class P2PCommunicator(Communicator):
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Shape | list[Shape], is_last_stage: bool
     ) -> Any:
-        """Send activations to the next rank and receive the gradients of earlier ones; None on the last stage.
+        """Send activations to the next rank and receive gradients of earlier activations; None on the last stage.
 
         A list of tensors goes with a list of as many shapes and gives a list; one tensor gives one.
         """
@@ -318,7 +318,7 @@ class P2PCommunicator(Communicator):
     def send_forward_recv_forward(
         self, output_tensor: torch.Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send an activation on and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
+        """Send an activation on and return the next one. With overlap: return (tensor, handles to wait for) at once."""
         return self._pass_on("send_next", output_tensor, "recv_prev", recv_prev, tensor_shape, overlap_p2p_comm)
 
     def send_backward_recv_backward(
@@ -328,7 +328,7 @@ class P2PCommunicator(Communicator):
         tensor_shape: Shape,
         overlap_p2p_comm: bool = False,
     ) -> Any:
-        """Send a gradient back and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
+        """Send a gradient back and return the next one. With overlap: return (tensor, handles to wait for) at once."""
         return self._pass_on("send_prev", input_tensor_grad, "recv_next", recv_next, tensor_shape, overlap_p2p_comm)
 
     def send_forward_backward_recv_forward_backward(
@@ -361,7 +361,7 @@ class P2PCommunicator(Communicator):
         return (got.get(receive), handles) if overlap else got.get(receive)
 
     def _receive(self, receive: str, shapes: Any, at_the_end: bool) -> Any:
-        """The tensors of the shapes from a neighbour; None for each at the pipeline's end, which has none."""
+        """Receive a tensor of each shape from a neighbour; at the pipeline's end there is none, so None for each."""
         got: list[torch.Tensor | None] = []
         for shape in [shapes] if is_single_shape(shapes) else shapes:
             if at_the_end:
@@ -372,8 +372,8 @@ class P2PCommunicator(Communicator):
         return got[0] if is_single_shape(shapes) else got
 
     def _swap(self, send: str, receive: str, sent: Tensors, shapes: Any, at_the_end: bool) -> Any:
-        """Send one tensor or several, and receive one for each from the same rank: one for one, a list for a list; at
-        the pipeline's end None, or as many as there would have been."""
+        """Send one tensor or several, and receive one for each from the same rank: a tensor for a tensor, a list for a
+        list. At the pipeline's end None stands for each tensor that would have been received."""
         if at_the_end:
             return [None] * min(len(sent), len(_shapes_in(shapes))) if isinstance(sent, list) else None
         got = []

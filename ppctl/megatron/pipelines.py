@@ -33,7 +33,7 @@ class PipelineSizes(NamedTuple):
 
 
 def parallel_state() -> Any:
-    """Megatron's module of process groups, if it is loaded and has made them; else None."""
+    """Megatron's module of process groups, if it is loaded and has made the groups; else None."""
     state = sys.modules.get(f"{CORE}.parallel_state")
     return state if state is not None and state.model_parallel_is_initialized() else None
 
@@ -48,8 +48,8 @@ def pipeline_sizes() -> PipelineSizes | None:
 
 
 def groups_or_own(groups: Any, communicator: Any) -> Any:
-    """`groups`, else the groups of Megatron's `parallel_state` (tp, cp, pp, embd, pos_embd, dp_cp); None if there are
-    none, or if the communicator is over another group than that pipeline's.
+    """Return `groups`, else the groups of Megatron's `parallel_state` (tp, cp, pp, embd, pos_embd, dp_cp); None if it
+    has none, or if the communicator is over another group than Megatron's pipeline.
     """
     state = parallel_state()
     if groups is not None or state is None:
@@ -79,11 +79,11 @@ _made: WeakKeyDictionary[nn.Module, tuple[object, P2PCommunicator]] = WeakKeyDic
 
 
 def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "loop") -> P2PCommunicator | None:
-    """`communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank. From another
-    class's communicator (Megatron's) `pp_group` and `config` are taken. `kind` is how stages are placed: if the
-    communicator lacks the channels of a V, one that has them is made. Made communicators are kept while the model lives
-    and the modes stay the same. Raises ConfigError if the config says that the world is not one pipeline, and for a
-    communicator without `pp_group` and `config`.
+    """Return `communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank. Of a
+    communicator of another class (Megatron's), only `pp_group` and `config` are used. `kind` is how stages are placed:
+    if the communicator lacks the channels of a V, one that has them is made. Made communicators are kept while the
+    model lives and the modes stay the same. Raises ConfigError if the config says that the world is not one pipeline,
+    or for a communicator without `pp_group` or `config`.
     """
     if communicator is None:
         group = getattr(groups, "pp", None)
@@ -92,7 +92,7 @@ def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "l
         return None if group is None or group.size() == 1 else _kept(model, group, config_of(model), kind)
     group, config = getattr(communicator, "pp_group", None), getattr(communicator, "config", None)
     if not isinstance(group, ProcessGroup) or config is None:
-        message = f"p2p_communicator is a {type(communicator).__name__}, and has not the pp_group and config of one"
+        message = f"p2p_communicator is a {type(communicator).__name__}, but must have a pp_group and a config"
         raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
     if group.size() == 1:
         return None
@@ -102,12 +102,12 @@ def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "l
 
 
 def _world(config: Any) -> ProcessGroup:
-    """The world as the pipeline's group. Raises if it is larger than the pipeline: a communicator must name it."""
+    """The world as the pipeline's group. Raises ConfigError if the config gives the pipeline another size."""
     world = dist.group.WORLD
     assert world is not None  # distributed is initialised
     size = getattr(config, "pipeline_model_parallel_size", 1)
     if size > 1 and size != world.size():
-        message = f"the config has {size} pipeline ranks and the world {world.size()}: which of them are this pipeline?"
+        message = f"the config has {size} pipeline ranks, but the world {world.size()}: a communicator must name them"
         raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
     return world
 
@@ -124,8 +124,7 @@ def v_channels(pp: int) -> frozenset[Channel]:
 
 
 def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:
-    """The model's communicator over `group`, made anew if the group, the placement or a mode in the config has
-    changed."""
+    """The model's communicator over `group`. It is made anew if the group, the placement or a mode has changed."""
     key = group, kind, Modes.of(config)
     kept = _made.get(model)
     if kept is None or kept[0] != key:
@@ -158,7 +157,7 @@ def agree(communicator: P2PCommunicator | None, asked: dict[str, int | None], mi
     if differing:
         listed = "; ".join(_difference(name, values) for name, values in differing.items())
         name, (first, *_) = next(iter(differing.items()))
-        message = f"the ranks of a pipeline do not call for the same: {listed}"
+        message = f"the ranks of a pipeline call with different arguments: {listed}"
         raise misuse(message, f"{name}={first} on every rank")
     _agreed.add(communicator)
 
@@ -185,21 +184,21 @@ def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: i
             holder = holder_of(chunk, name)
             if holder is not None and bool(getattr(holder, name)) != due:
                 return (
-                    f"a V has stage {stage} of {last + 1} on pp_rank {pp_rank}, and the chunk there has "
+                    f"a V has stage {stage} of {last + 1} on pp_rank {pp_rank}, but the chunk there has "
                     f"{name}={not due}: the model was built for a loop"
                 )
         config = config_of(chunk)
         shares = holder_of(chunk, "share_embeddings_and_output_weights")
         if shares is not None and shares.share_embeddings_and_output_weights:
-            return "on a V one rank has embedding and output layer, and Megatron shares their weight between two ranks"
+            return "on a V one rank has embedding and output layer, but Megatron shares their weight between two ranks"
         if getattr(config, "mtp_num_layers", None):
             return "on a V Megatron's multi-token prediction would share the embedding between the wrong ranks"
         if getattr(config, "pipeline_model_parallel_layout", None) is not None:
-            return "pipeline_model_parallel_layout numbers the layers of a loop, and the schedule is a V"
+            return "pipeline_model_parallel_layout numbers the layers of a loop, but the schedule is a V"
         first, due_first = _first_layer(chunk), first_layer(config, number, stage % placement.pp)
         if first is not None and due_first is not None and first != due_first:
             return (
-                f"stage {stage} of a V begins with layer {due_first}, and the chunk's first is {first}: build it with "
+                f"stage {stage} of a V begins with layer {due_first}, but the chunk with layer {first}: build it with "
                 f"pg_collection=ppctl.on_v(groups, {number})"
             )
     return None
@@ -216,10 +215,11 @@ def on_v(groups: Any, chunk: int) -> Any:
 
     On a V the second chunk of pp_rank r is the stage that a loop has on pp_rank pp - 1 - r. Megatron's modules ask
     `groups.pp` for their rank, and number their layers by it, so names in checkpoints stay the model's. The result is a
-    copy of `groups` (`ProcessGroupCollection`), for building modules alone: its `pp` sends nothing.
+    copy of `groups` (`ProcessGroupCollection`), only for building modules: its `pp` sends nothing. Raises ConfigError
+    for any other chunk.
     """
     if chunk not in (0, 1):
-        raise misuse(f"a V has the chunks 0 and 1 on each rank, and not {chunk}", "ppctl.on_v(groups, 1)")
+        raise misuse(f"a V has the chunks 0 and 1 on each rank, not {chunk}", "ppctl.on_v(groups, 1)")
     placed = copy(groups)
     if chunk == 1:
         rank, size = groups.pp.size() - 1 - groups.pp.rank(), groups.pp.size()

@@ -41,9 +41,10 @@ def forward_step_calc_loss(
     cp_group_size: int | None = None,
     is_last_stage: bool | None = None,
 ) -> tuple[Any, Tensor]:
-    """(the output to send, its number of tokens as an int tensor, 0 unless `loss_func` counts them).
+    """Return (the output or the scaled loss, the number of tokens as an int tensor, 0 unless `loss_func` counts them).
 
-    Only the last stage calls `loss_func(output_tensor)` and appends to `forward_data_store`:
+    With gradients on, this also sets the scale of losses inside the layers. Only the last stage calls
+    `loss_func(output_tensor)` and appends to `forward_data_store`:
 
     * without a loss function the output itself is stored;
     * with `collect_non_loss_data`, whatever `loss_func(output_tensor, non_loss_data=True)` returns is stored;
@@ -84,12 +85,12 @@ def _read(returned: Any, none: Tensor, config: Any, num_microbatches: int, cp: i
         return loss, tokens, data
     if isinstance(returned, tuple) and len(returned) == 2:
         if per_token and torch.is_grad_enabled():
-            message = "calculate_per_token_loss divides by tokens; the loss function returned a pair, without a count"
+            message = "calculate_per_token_loss divides by tokens, but the function returned a pair, without a count"
             raise TrainingError(Problem("PP-E725", message, "return loss, num_tokens, data"))
         loss, data = returned
         return (loss * cp if cp != 1 else loss) / num_microbatches, none, data
     form = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-    message = f"the loss function returned {form}: it may be (loss, data) or (loss, num_tokens, data)"
+    message = f"the loss function returned {form}: it must return (loss, data) or (loss, num_tokens, data)"
     raise TrainingError(Problem("PP-E725", message, "return loss, {'lm loss': loss.detach()}"))
 
 
@@ -105,18 +106,17 @@ _AUXILIARY = (
     ("mtp_num_layers", "mtp", False, "multi_token_prediction", "MTPLossAutoScaler"),
     ("experimental_attention_variant", "experimental_attention_variant", True, "", ""),  # the config has the setter
 )
-"""The config's field of a loss, its name here, whether the context parallel size multiplies it, and the module and the
-class of Megatron that attach it."""
+"""The config's field of a loss, the loss's name here, whether the context parallel size multiplies its scale, and
+Megatron's module and class that attach it."""
 
 
 def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any) -> None:
-    """Set the scale of losses inside the layers, to match the main loss, before the microbatch's backward. The scale is
-    the result of `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) for 1, divided by the
-    microbatches unless the loss is per token, for MoE times the context parallel size: a tensor of one element on the
-    output's device. It is set on Megatron's own autograd function, if that is loaded, by every submodule's
-    `set_moe_loss_scale` or `set_mtp_loss_scale`, and by the config's function for its attention variant. Raises
-    ValueError if a function returns more than one number.
-    """
+    """Set the scale of losses inside the layers, to match the main loss, before the microbatch's backward. The scale, a
+    tensor of one element on the output's device, is the result of the loss's own function (`moe_grad_scale_func`), else
+    of `grad_scale_func`, for 1. Unless losses are per token it is divided by the number of microbatches and, except for
+    multi-token prediction, multiplied by the context parallel size. It is set on Megatron's autograd function, if that
+    is loaded, by every submodule's `set_moe_loss_scale` or `set_mtp_loss_scale`, and by the config's function for its
+    attention variant. Raises LossScaleError unless a function returns one number."""
     one = torch.ones(1, device=_device_of(output))
     for field, kind, times_cp, module, name in _AUXILIARY:
         if getattr(config, field, None) is None:
@@ -124,7 +124,7 @@ def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int
         function = getattr(config, f"{kind}_grad_scale_func", None) or getattr(config, "grad_scale_func", None)
         scale = one if function is None else torch.as_tensor(function(one), device=one.device)
         if scale.numel() != 1:
-            message = f"the {kind} loss has one scale, and its function returned {scale.numel()} numbers"
+            message = f"the {kind} loss has one scale, but its function returned {scale.numel()} numbers"
             raise LossScaleError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
         if not getattr(config, "calculate_per_token_loss", False):
             scale = scale * (cp if times_cp else 1) / num_microbatches
@@ -197,39 +197,40 @@ def forward_step(
 
 
 def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
-    """Raise TrainingError (PP-E729) if a first stage has trained parameters and its output has no graph. On other
+    """Raise TrainingError (PP-E729) if a first stage has trained parameters but its output has no graph. On other
     stages the missing gradient of the input shows this."""
     if any(not isinstance(output, Tensor) or output.requires_grad for output in outputs):
         return  # the engine refuses other values
     if any(parameter.requires_grad for parameter in model.parameters()):
-        message = "the first stage's output needs no gradient, and its parameters do: they would never be trained"
+        message = "the first stage's output needs no gradient, but its parameters do: they would never be trained"
         remedy = "no detach or no_grad in the stage, and checkpoint(..., use_reentrant=False); or freeze its parameters"
         raise TrainingError(Problem("PP-E729", message, remedy))
 
 
 def _output_and_loss(forward_step_func: ForwardStep, data_iterator: Any, *more: Any) -> tuple[Any, Any]:
-    """The output and the loss function of the user's step. Raises TrainingError for no pair, or at the data's end."""
+    """Call the user's step; return its pair (output, loss function). Raises TrainingError without, or at data's end."""
     try:
         returned = forward_step_func(data_iterator, *more)
     except StopIteration as ended:
-        message = "the data iterator has ended: it gives less than the microbatches of this call"
+        message = "the data iterator has ended: it has fewer microbatches than this call"
         raise TrainingError(Problem("PP-E728", message, "fewer num_microbatches, or more data")) from ended
     if isinstance(returned, tuple | list) and len(returned) == 2:
         return returned[0], returned[1]
     form = f"{len(returned)} things" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
-    message = f"forward_step_func returned {form}: it returns the stage's output and the loss function"
+    message = f"forward_step_func returned {form}: it must return the stage's output and the loss function"
     raise TrainingError(Problem("PP-E728", message, "return model(batch), loss_func"))
 
 
 def backward_step(
     input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any = None, config: Any = None
 ) -> Any:
-    """Backward through a stage's output: the gradient of its input, a list for a list; None on the first stage.
+    """Run the backward of a stage's output; return the gradient of the stage's input, a list for a list, or None.
 
-    Without a gradient the first output is the loss, scaled by `config.grad_scale_func` if there is one. All outputs of
-    a list that have a gradient take part: the result is the gradient of the loss, not only of the first output
-    (decision 7). The `model_type` of older callers is ignored, and may be left out: `backward_step(input, output,
-    gradient, config)`. Raises TrainingError if an input gets no gradient, or an output without a gradient is no loss.
+    A first output without a gradient is the loss, and is scaled by `config.grad_scale_func` if there is one. All
+    outputs of a list that have a gradient take part: the result is the gradient of the loss, not only of the first
+    output (decision 7). The `model_type` of older callers is ignored, and may be left out: `backward_step(input,
+    output, gradient, config)`. On the first stage the input, and so the result, is None. Raises TrainingError if an
+    input gets no gradient, or if an output without a gradient is no loss.
     """
     config = model_type if config is None else config
     with timed(config, "backward-compute"):
@@ -252,13 +253,13 @@ def _loss_and_seed(loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> tu
     """The scaled loss and the gradient that its backward starts from."""
     loss = loss if scale is None else scale(loss)
     if loss.numel() != 1:
-        message = f"an output without a gradient is the loss, and this is {_describe(loss)}"
+        message = f"an output without a gradient is the loss, but this is {_describe(loss)}"
         raise TrainingError(Problem("PP-E714", message, "pass the gradient that the next stage sent"))
     return loss, torch.ones_like(loss)
 
 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """Backward from a freed output, of which only the place in the graph is needed.
+    """Run the backward from a freed output; only its place in the graph is needed.
 
     Without `grad_output` the output must be a loss: a scalar from the start. Raises OutputInUse for an output that was
     not freed.
@@ -309,7 +310,7 @@ def _listed(tensors: Any) -> list[Any]:
 def _gradient_of(tensor: Tensor) -> Tensor:
     """The gradient of a stage's input. Raises TrainingError (PP-E713) without one."""
     if tensor.grad is None:
-        message = "the stage's input has no gradient: its output does not depend on it"
+        message = "the stage's input has no gradient: the stage's output does not depend on it"
         remedy = "let the output depend on the input (a detach or a no_grad inside is the usual cause)"
         raise TrainingError(Problem("PP-E713", message, remedy))
     return tensor.grad
@@ -351,12 +352,12 @@ def get_pp_rank_microbatches(
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
-    """The flag for the first microbatch: `cond`; in a validation with `first_val_step` also requires its first step."""
+    """The flag for the first microbatch: `cond`; in a validation that passes `first_val_step`, both must be true."""
     return bool(first_val_step and cond) if forward_only and first_val_step is not None else cond
 
 
 def set_current_microbatch(model: Any, microbatch_id: int) -> None:
-    """Tell every layer of the model's decoder, and of its multi-token prediction, its microbatch."""
+    """Tell every layer of the model's decoder, and of its multi-token prediction, the number of its microbatch."""
     holder = holder_of(model, "decoder")
     for layer in getattr(getattr(holder, "decoder", None), "layers", ()):
         layer.current_microbatch = microbatch_id

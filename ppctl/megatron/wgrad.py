@@ -1,9 +1,9 @@
-"""Weight gradients of Megatron's layers that go elsewhere or come later: into float32 accumulators, out of the output
-layer behind the step, and out of split backwards.
+"""Sends weight gradients of Megatron's layers elsewhere, or computes them later: into float32 accumulators, for the
+output layer at the end of a step, and for split backwards in W.
 
-In plain torch: what a fused kernel would add in place is a product and an addition here. Nothing of Megatron-core is
-imported unless it is loaded already. What calls torch's functions by itself (the vocabulary-parallel embedding, experts
-one after another) needs no rule: products with weights are found in it (`weight_gradients.intercept`).
+All is plain torch: what a fused kernel adds in place is a product and an addition here. Megatron-core itself is not
+imported. Modules that call torch's own functions (the vocabulary-parallel embedding, experts one after another) need no
+rule: `weight_gradients.intercept` finds their products with weights.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def _add_to_main_grad(parameter: Any, gradient: Tensor) -> None:
 
 
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
-    """The module that holds the output layer, with emptied buffers; None if nothing is deferred. `model` is a stage or
-    the list of a rank's chunks, of which the last counts. Raises ConfigError if it has no `output_layer`.
-    """
+    """Empty the deferral's buffers on the module that holds the output layer, or make them; return that module, or None
+    if nothing is deferred. `model` is a stage, or the list of a rank's chunks, of which the last counts. Raises
+    ConfigError if it has no `output_layer`."""
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
     stage = model[-1] if isinstance(model, list) else model
     holder = holder_of(stage, "output_layer")
     if holder is None:
         message = (
-            f"defer_embedding_wgrad_compute defers an output layer, and {type(stage).__name__} has no output_layer"
+            f"defer_embedding_wgrad_compute defers an output layer, but {type(stage).__name__} has no output_layer"
         )
         raise misuse(message, "defer_embedding_wgrad_compute=False")
     for name in ("embedding_activation_buffer", "grad_output_buffer"):
@@ -87,7 +87,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
     if getattr(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
-        message = "deferring the output layer's gradients comes later for sequence parallelism"
+        message = "deferring the output layer's gradients is not supported yet with sequence parallelism"
         raise TrainingError(Problem("PP-E727", message, "defer_embedding_wgrad_compute=False"))
     weight = getattr(embedding_module.output_layer, "weight", None)
     if weight is None:
@@ -100,7 +100,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
 
 
 class Deferral:
-    """The output layer's weight gradients of the last microbatches of a step, deferred.
+    """Defers the output layer's weight gradients of the last microbatches of a step.
 
     A layer that fills the buffers itself is left alone; for an `nn.Linear` this class fills them. Of `num_microbatches`
     the last `limit` are deferred (0: all), so that gradients still accumulate in microbatch order.
@@ -118,13 +118,13 @@ class Deferral:
 
     @contextmanager
     def applied(self) -> Iterator[Deferral]:
-        """While entered, the output layer puts weight gradients into the buffers. Raises ConfigError for others."""
+        """While entered, the output layer fills the buffers. Raises ConfigError if it cannot and is no nn.Linear."""
         layer = self.module.output_layer
         if self._fills_buffers:
             yield self
             return
         if not isinstance(layer, nn.Linear):
-            message = f"defer_embedding_wgrad_compute defers an nn.Linear; output_layer is a {type(layer).__name__}"
+            message = f"defer_embedding_wgrad_compute defers an nn.Linear, but output_layer is a {type(layer).__name__}"
             raise misuse(message, "defer_embedding_wgrad_compute=False")
         # Replaced on the instance for this step: no hook keeps a layer from computing its own gradient.
         layer.forward = self._forward  # type: ignore[method-assign, assignment]  # put over the class's method
@@ -166,8 +166,8 @@ _seen: WeakSet[nn.Module] = WeakSet()
 
 
 def split_products(chunks: Iterable[nn.Module]) -> None:
-    """Register rules for loaded functions, and the modules of the chunks that defer weight gradients themselves. A
-    function with unexpected arguments is not split; a function that has a rule keeps it."""
+    """Register (`split_backward`) the loaded functions of `_RULES`, and the modules in chunks that defer weight
+    gradients themselves. A function with unexpected arguments is not split; a function that has a rule keeps it."""
     for home, name, arguments, rule in _RULES:
         function = getattr(sys.modules.get(home), name, None)
         if function is None or hasattr(function.apply, "whole"):
@@ -181,8 +181,8 @@ def split_products(chunks: Iterable[nn.Module]) -> None:
 
 
 def _waits_for_nobody(*args: Any) -> bool:
-    """Whether a call's weight gradient is not deferred by Megatron (`defer_embedding_wgrad_compute`), nor its operands
-    cast by autocast."""
+    """Whether a call may be split: Megatron does not defer its weight gradient (`defer_embedding_wgrad_compute`), and
+    autocast does not cast its operands."""
     given = dict(zip(_LINEAR_ARGUMENTS, args, strict=True))
     return given["grad_output_buffer"] is None and not torch._C._is_any_autocast_enabled()
 
@@ -206,8 +206,8 @@ def _of_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None]:
-    """The weight's gradient; if that is added to `main_grad` here, the dummy that DDP's hook expects. A divided
-    sequence is gathered again, as in Megatron, not kept whole between F and W."""
+    """Return the weight's gradient. If it is added to `main_grad` here, return the dummy that DDP's hook expects, or
+    None without DDP. A divided sequence is gathered again, as in Megatron, not kept whole between F and W."""
     x, weight = ctx.saved_tensors
     if ctx.sequence_parallel:
         whole = x.new_empty((x.shape[0] * ctx.tp_group.size(), *x.shape[1:]))

@@ -175,9 +175,9 @@ REFUSALS = {
     "none": "PP-E716: pp_rank 0 was given None as an activation to send: the other rank would wait for it for ever",
     "none alone in a list": "PP-E716: pp_rank 0 was given None as a gradient to send",
     "none in a combined call": "PP-E716: pp_rank 0 was given None as a gradient to send",
-    "dtype": "PP-E716: send_next is a tensor of torch.float64, and the other rank expects pipeline_dtype torch.float32",
-    "surplus tensor": "PP-E716: 2 tensors are sent and 1 shapes to be received",
-    "surplus shape": "PP-E716: 1 tensors are sent and 2 shapes to be received",
+    "dtype": "PP-E716: send_next is a tensor of torch.float64, but the other rank expects pipeline_dtype torch.float32",
+    "surplus tensor": "PP-E716: 2 tensors are sent, but 1 shapes are received",
+    "surplus shape": "PP-E716: 1 tensors are sent, but 2 shapes are received",
     "no dtype": "PP-E716: recv_prev needs to know what dtype it receives",
     "no shape": "PP-E716: recv_next needs the shape of what it receives",
     "no shape of two": "PP-E716: recv_next needs the shape of what it receives",
@@ -259,7 +259,7 @@ def alone():
 def test_a_pipeline_of_one_rank_is_its_own_neighbour():
     got, (nothing, other) = run_ranks(alone, 1)[0]
     assert got == [1, 2, 3]
-    assert "has sent nothing" in nothing and "[2, 3] was sent and [7] is received" in other
+    assert "has sent nothing" in nothing and "[2, 3] was sent, but [7] is received" in other
 
 
 def overlap_in_batches():

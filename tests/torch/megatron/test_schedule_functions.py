@@ -332,9 +332,9 @@ SIZED = SimpleNamespace(total_stages=2)
         (one, {"model": nn.Linear(1, 1)}, "Linear has no config"),
         (many, {"adjust_tensor_shapes_fn": max}, "belongs to the schedule without interleaving"),
         (none, {"adjust_tensor_shapes_fn": max}, "belongs to the schedule without interleaving"),
-        (none, {"p2p_communicator": SIZED}, "has 2 ranks, and this function does not pipeline"),
+        (none, {"p2p_communicator": SIZED}, "has 2 ranks, but this function does not pipeline"),
         (one, {"num_microbatches": 0}, "num_microbatches is 0: at least 1"),
-        (one, {"num_microbatches": None}, "num_microbatches is None, and must be a whole number"),
+        (one, {"num_microbatches": None}, "num_microbatches is None, but must be a whole number"),
         (many, {"num_microbatches": 2.0}, "num_microbatches is 2.0"),
         (one, {"p2p_communicator": 3}, "p2p_communicator is a int"),
         (one, {"forward_step_func": None}, "forward_step_func is a NoneType"),
@@ -355,7 +355,7 @@ def test_calls_that_cannot_be_meant_are_refused_before_anything_runs(call, argum
         ("defer_embedding_wgrad_compute", True, "gradient_accumulation_fusion makes"),
         ("overlap_moe_expert_parallel_comm", True, "PP-E110: config.overlap_moe_expert_parallel_comm"),
         ("delay_wgrad_compute", True, "PP-E110: config.delay_wgrad_compute"),
-        ("cpu_offloading", True, "PP-E396: config.cpu_offloading is on, and no layer"),
+        ("cpu_offloading", True, "PP-E396: config.cpu_offloading is on, but no layer"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(field, value, message):
