@@ -58,7 +58,7 @@ def read_config(config: Mapping[str, Any], place: str) -> tuple[Family, ModelCon
             except Unbuilt as error:
                 problems.append(refused(error, error.key))
             except KeyError as error:
-                problems.append(refused(f"{error.args[0]} is missing, which every {kind} has", error.args[0]))
+                problems.append(refused(f"{error.args[0]} is missing, but every {kind} has it", error.args[0]))
     if problems:
         raise ConfigError(problems)
     return family, canonical(ModelConfig(**values))
@@ -120,7 +120,7 @@ def foreign_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return the model with every size written out, and with defaults if a size has no meaning."""
+    """Return the model with every size written out, and with the default for each size that has no meaning in it."""
     plain, values = ModelConfig(), dict[str, Any]()
 
     def forget(names: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ def number(config: Json, key: str) -> Any:
 
 
 def whole(config: Json, key: str) -> int:
-    """A key's whole number from 0 on. Raises as `number`."""
+    """A key's whole number. Raises as `number`, and Unbuilt for a number below 0."""
     value: int = _of_type(config, key, int, "a whole number")
     if value < 0:
         raise Unbuilt(key, f"takes a whole number from 0 on, not {value}")
@@ -56,7 +56,7 @@ def _of_type(config: Json, key: str, kind: Any, words: str) -> Any:
 
 
 def _read_rope(config: Json) -> dict[str, Any]:
-    """Base and extension, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Read base and extension of positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
     rope = _positions(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     base = {"rotary_base": float(number({"rope_theta": config["rope_theta"], **rope}, "rope_theta"))}
@@ -72,7 +72,7 @@ def _read_rope(config: Json) -> dict[str, Any]:
 
 
 def _positions(config: Json) -> Json:
-    """The mapping that takes effect, by transformers' rule (`RotaryEmbeddingConfigMixin`) if a file has both."""
+    """The mapping that takes effect, by transformers' rule (`RotaryEmbeddingConfigMixin`) if a file has two of them."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if isinstance(rope, Mapping) and not any(isinstance(value, Mapping) for value in rope.values()):
         return rope
@@ -188,7 +188,7 @@ def _read_divided(config: Json) -> dict[str, Any]:
     raise Unbuilt(
         "num_experts_per_tok",
         "1 with norm_topk_prob=true is read in two ways: transformers divides the one weight by itself, so that it is "
-        "always 1, and Megatron and DeepSeek's own class leave it as it is. The second is built, and is what "
+        "always 1, but Megatron and DeepSeek's own class leave it as it is. The second is built, and is what "
         "norm_topk_prob=false means to all of them",
     )
 

@@ -48,7 +48,7 @@ class ModelDirectory:
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:
-    """The directory's config.json. Raises ConfigError (PP-E520) if there is none."""
+    """Read the directory's config.json. Raises ConfigError (PP-E520) if it cannot be read or holds no mapping."""
     path = directory / CONFIG
     try:
         config = json.loads(read_whole(path))
@@ -66,9 +66,9 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = True) -> ModelDirectory:
     """Read config.json and all headers, and check them against each other; no tensor is read.
 
-    The weights are those of `model` (none: of config.json), or without `mtp` of that model without multi-token
-    prediction, stored or not. Raises ConfigError as `read_config`, CheckpointError (PP-E523 for damaged files, PP-E524
-    naming every tensor that is missing, unknown or misshapen).
+    The weights are those of `model`, or if it is None of config.json's model; without `mtp` those of multi-token
+    prediction are left out, even if they are stored. Raises ConfigError as `read_config`, CheckpointError (PP-E523 for
+    damaged files, PP-E524 naming every tensor that is missing, unknown or misshapen).
     """
     config = read_config_file(path)
     family, described = read_config(config, str(path / CONFIG))
@@ -86,12 +86,12 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
 
 
 def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Rows and columns that share a scale. Raises ConfigError (PP-E521) if config.json gives no sizes."""
+    """Rows and columns that share a scale, by default `_BLOCK`. Raises ConfigError (PP-E521) for invalid sizes."""
     said = config.get("quantization_config") or {}
     block = (said.get("weight_block_size") or _BLOCK) if isinstance(said, Mapping) else ()
     if isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
-    message = "quantization_config is a mapping, and its weight_block_size two whole numbers of 1 or more"
+    message = "quantization_config must be a mapping, and its weight_block_size two whole numbers of 1 or more"
     remedy = f"grep -A9 quantization_config {pasted(path / CONFIG)}"
     raise ConfigError(Problem("PP-E521", f"{message}; here it is {json.dumps(said)[:80]}", remedy, str(path / CONFIG)))
 
@@ -105,7 +105,7 @@ def quantised_note(path: Path) -> str:
         return ""
     method = said.get("quant_method", "no named method") if isinstance(said, Mapping) else said
     kinds = ", ".join(sorted(dtypes))
-    return f"{CONFIG} has quantization_config ({method}), and all tensors are plain {kinds}: they are read as they are"
+    return f"{CONFIG} has quantization_config ({method}), but all tensors are plain {kinds}: they are read as they are"
 
 
 def has_weights(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """Where Megatron-core keeps each tensor of a model: its key in a `torch_dist` checkpoint, and the rows.
 
-A tensor of ours is a run of rows of Megatron's, or some rows of every group of heads: queries, keys and values are one
-matrix in Megatron, group by group, and the gate of a feed-forward comes before its other half. Source: the sharded
-state dicts of Megatron-core 0.16 (`transformer/*.py`, `ssm` aside).
+A tensor of ours is a run of rows of one of Megatron's, or some rows of every group of heads: queries, keys and values
+are one matrix in Megatron, group by group, and the gate of a feed-forward comes before its other half. Source: the
+sharded state dicts of Megatron-core 0.16 (`transformer/*.py`, without `ssm`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class RowBlock(NamedTuple):
-    """Rows of a tensor of `groups` equal blocks of rows: `size` rows from `first` on in each block."""
+    """Some rows of a tensor that consists of `groups` equal blocks: in each block, `size` rows from `first` on."""
 
     groups: int
     first: int

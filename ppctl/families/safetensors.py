@@ -53,7 +53,7 @@ def read_header(file: Path) -> dict[str, Stored]:
                 raise _damaged(file, f"has {size} bytes, which end within its header")
             if length > _MOST_BYTES_OF_A_HEADER:
                 raise _damaged(
-                    file, f"has no header of safetensors, which has at most {_MOST_BYTES_OF_A_HEADER:,} bytes"
+                    file, f"has no header of safetensors, for that has at most {_MOST_BYTES_OF_A_HEADER:,} bytes"
                 )
             header = json.loads(stream.read(length))
         texts = (header.pop("__metadata__", None) or {}).values()
@@ -74,7 +74,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
-    """A tensor of a header; the file's values begin at `start`. Raises ValueError for invalid numbers."""
+    """Read a header's entry of a tensor; the file's values begin at `start`. Raises ValueError for invalid numbers."""
     shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(each) is int and each >= 0 for each in (*shape, first, last)):
         raise ValueError(entry)
@@ -82,15 +82,15 @@ def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
 
 
 def _misfits(tensors: Mapping[str, Stored], start: int) -> Iterator[str]:
-    """A line per tensor whose bytes do not fit its shape and dtype, or do not begin where the previous tensor's end."""
+    """Yield a line per tensor whose bytes do not fit its shape and dtype, or leave a gap or overlap before them."""
     for name, each in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         bits, type_ = math.prod(each.shape) * _SIZES.get(each.dtype, 0), f"{each.dtype}{list(each.shape)}"
         if each.dtype not in _SIZES:
             yield f"{name}: {each.dtype} is no dtype of safetensors"
         elif bits != 8 * each.bytes:
-            yield f"{name}: {type_} has {-(-bits // 8)} bytes, and data_offsets has {each.bytes}"
+            yield f"{name}: {type_} has {-(-bits // 8)} bytes, but data_offsets has {each.bytes}"
         if each.offset != start:
-            yield f"{name}: begins at byte {each.offset} of the file, and what lies before it ends at {start}"
+            yield f"{name}: begins at byte {each.offset} of the file, but what lies before it ends at {start}"
         start = each.offset + each.bytes
 
 

@@ -122,8 +122,7 @@ class _MeasuredModel:
         return any(short != long for short, long in numbers)
 
     def measured(self, element: int, above: int, lengths: tuple[int, int, int]) -> PartCosts:
-        """Measure all parts in sequences of three lengths; the costs say that an element has `element` bytes and that
-        they hold for sequences longer than `above`."""
+        """Measure all parts in sequences of three lengths; `element` and `above` are noted in the result."""
         batches = [(rows, lengths[place]) for rows, place in BATCHES]
         with valueless():
             tables = self._tables(batches)

@@ -189,8 +189,7 @@ def _run_cut(
     states: Sequence[Sequence[Tensor]],
     losses: Sequence[_Losses],
 ) -> None:
-    """Run every microbatch forward and backward, from stage to stage as an engine does; gradients are left in `.grad`.
-    Raises CannotCut if a hidden state or a loss differs from the whole model's."""
+    """Run all microbatches forward and backward, stage by stage as an engine does. Raises CannotCut if results differ."""
     for mb, (tokens, labels, mask) in enumerate(batches):
         given: Message = (tokens,)
         hops = list[tuple[Message, Message]]()

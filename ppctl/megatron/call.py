@@ -100,7 +100,7 @@ class CallOnRank:
         return self._store
 
     def _make_deferral(self) -> Deferral | None:
-        """The deferral of `defer_embedding_wgrad_compute`; None if off. Raises ConfigError if nothing makes main_grad."""
+        """The deferral of `defer_embedding_wgrad_compute`, if on. Raises ConfigError if nothing makes main_grad."""
         call = self._call
         if call.forward_only or not getattr(call.config, "defer_embedding_wgrad_compute", False):
             return None

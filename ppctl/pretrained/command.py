@@ -24,10 +24,10 @@ from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
     """Write the mean of the sources' weights as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
 
-    One tensor of each is in memory at a time. Sums are made in float64, in the order of the sources, and rounded once.
-    Optimizer states are left out. Source: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima". Raises
-    ConfigError (PP-E525 if `out` is taken) and CheckpointError: PP-E531, naming every tensor that is not in all
-    sources with one shape and dtype, or whose values are no floats and not equal; and as reading does.
+    One tensor of each source is in memory at a time. Sums are made in float64, in the order of the sources, and rounded
+    once. Optimizer states are left out. Source: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima". Raises
+    ConfigError (PP-E525 if `out` is taken) and CheckpointError: PP-E531 naming all tensors that not every source has
+    with one shape and dtype, PP-E531 for integers that are not equal in all sources, and as reading a checkpoint does.
     """
     manifests = [read_manifest(path) for path in sources]
     names = _weights(sources, manifests)
@@ -50,7 +50,7 @@ def _weights(sources: Sequence[Path], manifests: Sequence[Manifest]) -> set[str]
     problems = []
     for path, other in zip(sources[1:], others, strict=True):
         if lines := list(_differences(first, other)):
-            message = f"the weights of {path} are not those of the model of {sources[0]}, and have no mean with them"
+            message = f"the weights of {path} are not those of the model of {sources[0]}, so they have no mean"
             remedy = f"ppctl ckpt diff {pasted(sources[0], path)}"
             problems.append(Problem("PP-E531", message, remedy, "\n".join(lines)))
     if problems:
@@ -79,7 +79,7 @@ def _mean(name: str, readers: Sequence[CheckpointReader]) -> Tensor:
             total += value
         elif not torch.equal(value, first):
             message = (
-                f"{name} holds {str(first.dtype).removeprefix('torch.')}, which have no mean, and is not equal in all"
+                f"{name} holds {str(first.dtype).removeprefix('torch.')}, which have no mean, but is not equal in all"
             )
             remedy = f"ppctl ckpt diff {pasted(readers[0].path, reader.path)}"
             raise CheckpointError(Problem("PP-E531", message, remedy, str(reader.path)))
@@ -87,10 +87,10 @@ def _mean(name: str, readers: Sequence[CheckpointReader]) -> Tensor:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert; returns the exit code."""
+    """Run the action that `argv` names; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained.command")
     parser.add_argument("action", choices=("import", "export", "average"))
-    parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help="of the other side")
+    parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help="the other side's format")
     parser.add_argument("--model", type=json.loads, help="ModelConfig as JSON, where the source does not tell it")
     parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("out", type=Path)

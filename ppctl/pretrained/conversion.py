@@ -1,4 +1,4 @@
-"""The common part of imports and exports: a checkpoint of weights alone, a checkpoint's weights, and the report."""
+"""What imports and exports share: writing a checkpoint of weights alone, reading a checkpoint's weights, the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EVERY = 2.0
 
 
 def printed_progress() -> Progress:
-    """Prints a line on stderr every two seconds."""
+    """Return a Progress that prints a line on stderr, at most every two seconds."""
     printed = time.monotonic()
 
     def progress(name: str, done: int, total: int) -> None:
@@ -129,7 +129,7 @@ class SavedWeights:
         self._reader = CheckpointReader(path, self.manifest)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor in its dtype of `dtypes`."""
+        """Return the tensor of a canonical name, in the dtype that `dtypes` has for it."""
         return self._reader.tensor(f"model.{name}").to(self.dtypes[name])
 
     @cached_property
@@ -152,7 +152,7 @@ class SavedWeights:
 def new_directory(out: Path) -> Iterator[Path]:
     """A directory that becomes `out` on success, else is removed. Raises ConfigError (PP-E525) if `out` is taken."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        message = f"{out} exists already, and is not overwritten"
+        message = f"{out} exists already and is never overwritten"
         raise ConfigError(Problem("PP-E525", message, f"ls {pasted(out)}", "command line"))
     temporary = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

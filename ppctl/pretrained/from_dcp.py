@@ -56,7 +56,7 @@ _CLASSES = {
 
 
 class _Inert:
-    """A stand-in, without state or effect, for a record of Megatron-core's that has no facts about tensors."""
+    """A stand-in, without state or effect, for a record of Megatron-core's that says nothing about tensors."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -128,7 +128,7 @@ class DcpReader:
         return out
 
     def _part(self, key: str, part: Box) -> Tensor:
-        """A stored part's values; the last part stays in memory. Raises CheckpointError if it cannot be read."""
+        """Return a stored part's values; the last part stays in memory. Raises CheckpointError for unreadable parts."""
         if self._last is not None and self._last[0] == (key, part):
             return self._last[1]
         self._last = None  # frees its memory for the next part
@@ -156,11 +156,11 @@ class DcpReader:
         return CheckpointError(Problem("PP-E532", message, f"ls -la {pasted(nearest_there(self.path))}"))
 
 
-# Its tensors by our names
+# A checkpoint's tensors by our names
 
 
 _WORDS = ("tok_embeddings.weight", "output.weight")
-"""Tables that Megatron-core stores with more rows than the vocabulary has words."""
+"""Tables that Megatron-core stores with more rows than the vocabulary has tokens."""
 
 _TITAN_SKIPPED = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
@@ -168,7 +168,7 @@ _TITAN_SKIPPED = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 class _Stored(NamedTuple):
     key: str
     box: Box
-    """The shape of the whole stored matrix."""
+    """The place of the whole stored matrix in the tensor `key`, which may stack layers and experts."""
     rows: RowBlock | None
     dim: int
     """The dim of the matrix' rows: after the indexes of layer and expert."""
@@ -198,7 +198,7 @@ def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, 
 
 
 def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str, _Stored]:
-    """Returns the place of every tensor of the model. Raises CheckpointError (PP-E533)."""
+    """Return where every tensor of the model is. Raises CheckpointError (PP-E533) unless the tensors fit the model."""
     shapes = model_tensors(model)
     names = places(model) if megatron else {name: MegatronPlace(_titan_keys(name)) for name in shapes}
     stored, missing, wrong = dict[str, _Stored](), [], []
@@ -260,7 +260,7 @@ def _whole(shape: tuple[int, ...], rows: RowBlock | None) -> tuple[int, ...]:
 
 
 def _values(reader: DcpReader, stored: _Stored) -> Tensor:
-    """The values of one of our tensors; leading indexes stay as dims of one element."""
+    """Read the values of one of our tensors; indexes before the matrix stay as dims of size 1."""
     rows, box, dim = stored.rows, stored.box, stored.dim
     if rows is None:
         return reader.read(stored.key, box)
@@ -273,8 +273,8 @@ def _values(reader: DcpReader, stored: _Stored) -> Tensor:
 
 
 def _titan_keys(name: str) -> tuple[str, ...]:
-    """torchtitan's possible keys of a tensor: our names; newer versions have projections one level deeper, older a
-    prefix."""
+    """torchtitan's possible keys of a tensor: our name, in newer versions with projections one level deeper, in older
+    versions with a prefix."""
     deeper = name
     for which in "qkv":
         deeper = deeper.replace(f"attention.w{which}.", f"attention.qkv_linear.w{which}.")
@@ -292,4 +292,4 @@ def _paired(name: str, value: Tensor, model: ModelConfig, pairs: tuple[int, int]
 in_our_order = partial(_paired, pairs=(-1, 2))
 """Rows of queries and keys in our order of rotary pairs, from torchtitan's, where pairs are neighbours."""
 in_titans_order = partial(_paired, pairs=(2, -1))
-"""The inverse of `_to_halves`: pairs become neighbours."""
+"""The inverse of `in_our_order`: pairs become neighbours."""

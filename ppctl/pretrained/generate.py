@@ -1,7 +1,7 @@
 """`python -m ppctl.pretrained.generate`: what `ppctl generate` starts. Its arguments on stdin, the text on stdout.
 
-A model whole in this process, from a checkpoint of any cut or a Hugging Face directory, continues one row of tokens,
-with the keys and values of those before them kept.
+This process holds a whole model, from a checkpoint of any cut or a Hugging Face directory. It continues one row of
+tokens, and keeps the keys and values of the tokens so far.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _WholeModel(NamedTuple):
     """Continues one row of tokens; a second row needs another one."""
 
     after: Callable[[Tensor], Tensor]
-    """The next tokens of the row, [1, s] int64 -> the logits [words] after the last of them."""
+    """The next tokens of the row, [1, s] int64 -> the logits [vocabulary] after the last of them."""
     words: int | None = None
-    """The number of words that the model has rows for; None if unknown."""
+    """The number of tokens in the vocabulary that the model has rows for; None if unknown."""
     longest: int | None = None
     """The number of positions that the model has rows for; None if it has no such table."""
 
@@ -118,7 +118,7 @@ class _KeptKeys:
     kept: tuple[Tensor, ...] = ()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: object, scale: float | None, _: object) -> Tensor:
-        """[b, heads, s, values' width]: of a whole prompt, or of one token."""
+        """Keep `k` and `v`, and return the attention [b, heads, s, values' width] of a whole prompt or of one token."""
         k, v = self.kept = tuple(map(lambda *pair: torch.cat(pair, dim=2), *filter(None, (self.kept, (k, v)))))
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=grouped)
@@ -165,7 +165,7 @@ def _generate(args: Namespace) -> None:
 
 
 def _prompt(args: Namespace, tokenizer: Tokenizer, model: _WholeModel) -> Prompt:
-    """The prompt. Raises DataError as `make_prompt` and `open_template`, and PP-E560 beyond the model's positions."""
+    """Make the prompt. Raises DataError as `make_prompt` and `open_template`, and PP-E560 without a position for it."""
     try:
         chat = args.chat or args.template is not None or args.system is not None
         template = open_template(args.tokenizer, args.template) if chat else None
@@ -173,14 +173,14 @@ def _prompt(args: Namespace, tokenizer: Tokenizer, model: _WholeModel) -> Prompt
         raise DataError(replace(each, remedy="--template FILE.jinja") for each in error.problems) from None
     prompt = make_prompt(args.prompt, tokenizer, model.words, template, args.system)
     if model.longest is not None and len(prompt.tokens) >= model.longest:
-        message = f"the prompt has {len(prompt.tokens)} tokens, and the model {model.longest} positions"
+        message = f"the prompt has {len(prompt.tokens)} tokens, but the model only {model.longest} positions"
         raise DataError(Problem("PP-E560", message, "ppctl explain PP-E560"))
     return prompt
 
 
 def _continued(model: _WholeModel, given: list[int], args: Namespace, most: int, ids: list[int]) -> Iterator[int]:
-    """At most `most` tokens, each also added to `ids`, the likeliest or draws; up to an end token of tokenizer or
-    settings."""
+    """Yield at most `most` tokens, the likeliest or drawn ones, and add each to `ids`. End before an end token of the
+    tokenizer or the settings."""
     dice, path = torch.Generator().manual_seed(args.seed or 0), Path(args.tokenizer).expanduser()
     draws = any(each is not None for each in (args.temperature, args.top_k, args.top_p, args.seed))
     ends = {args.end}

@@ -64,16 +64,16 @@ class DirectoryReader:
         self._files: dict[Path, Any] = {}
 
     def spec(self, name: str) -> Tensor:
-        """Shape and dtype that `tensor` will give, on the meta device."""
+        """Return the shape and dtype of what `tensor` will return, as a tensor on the meta device."""
         stored = self.directory.stored[self.directory.names[name]]
         return torch.empty(stored.shape, dtype=_READ_AS[stored.dtype], device="meta")
 
     def tensor(self, name: str) -> Tensor:
-        """One canonical tensor, on the CPU."""
+        """Return the tensor of a canonical name, on the CPU."""
         return self.stored(self.directory.names[name])
 
     def stored(self, name: str) -> Tensor:
-        """One tensor by its stored name."""
+        """Return the tensor of a stored name, on the CPU; 8-bit floats multiplied by their scales."""
         tensor = self._get(name)
         if self.directory.stored[name].dtype == "F8_E4M3":
             return dequantised(tensor, self._get(name + SCALE), self.directory.block)
@@ -100,7 +100,7 @@ class DirectoryReader:
 
 
 def dequantised(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """bfloat16 [r, c] of a matrix in 8-bit floats and one float32 scale per block [ceil(r / R), ceil(c / C)]."""
+    """Return in bfloat16 a matrix [r, c] of 8-bit floats, which has a float32 scale for each `block` of R x C."""
     rows, columns = weight.shape
     factors = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (weight.float() * factors).bfloat16()
@@ -113,12 +113,12 @@ SHARD = 5 * 10**9
 """The most bytes of one file, as Hugging Face splits them."""
 _PLACE = 64
 """Values begin at multiples of this many bytes, a processor's widest read, as tensors in memory do: programs that map
-the file use weights in place, and products of equal numbers round by alignment."""
+the file use weights in place, and alignment decides how a product of equal numbers is rounded."""
 
 
 def write_shards(directory: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor], shard: int = SHARD) -> int:
-    """Write whole `tensors`, which come in the order of `parts`, and after them the index; returns the bytes of all.
-    Raises ValueError if a tensor does not fit its part."""
+    """Write whole `tensors`, which come in the order of `parts`, into files of at most `shard` bytes if possible, then
+    the index; return the bytes of all tensors. Raises ValueError if a tensor does not fit its part."""
     files = list(_cut(parts, shard))
     values = iter(tensors)
     places: dict[str, str] = {}
@@ -145,7 +145,7 @@ def _cut(parts: Sequence[TensorPart], shard: int) -> Iterator[list[TensorPart]]:
 
 
 def _write(file: Path, parts: Sequence[TensorPart], tensors: Iterator[Tensor]) -> None:
-    """Write one file of these tensors, and sync it. Raises ValueError for a tensor other than its part."""
+    """Write one file of these tensors, and sync it. Raises ValueError if a tensor does not fit its part."""
     with file.open("wb") as stream:
         stream.write(header_of(parts, aligned=_PLACE)[0])
         for part in parts:
@@ -168,10 +168,10 @@ def import_directory(
     source: Path, out: Path, progress: Progress, *, mtp: bool = True, described: ModelConfig | None = None
 ) -> Done:
     """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
-    `described` is the model if its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525 if
-    `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538)."""
+    `described` is the model if it runs with transformers' code. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525
+    if `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538)."""
     if described is not None and not has_weights(source):
-        message = f"{source} has a {CONFIG} and no weights: a run draws them by its seed"
+        message = f"{source} has a {CONFIG} but no weights: a run draws them by its seed"
         raise CheckpointError(Problem("PP-E538", message, f"ppctl train {pasted(f'model.from={source}')}", str(source)))
     model, model_type, names, reader = open_weights(source, mtp=mtp, model=described)
     specs = {name: reader.spec(name) for name in names}
@@ -192,8 +192,8 @@ class OpenedWeights(NamedTuple):
 
 
 def open_weights(source: Path, *, mtp: bool = True, model: ModelConfig | None = None) -> OpenedWeights:
-    """The weights of `model` (None: of config.json's, of a known family) in a directory. Raises ConfigError and
-    CheckpointError as `import_directory`."""
+    """Open the weights in a directory: those of `model`, or if it is None those of the model in config.json, which must
+    be of a known family. Raises ConfigError and CheckpointError as `import_directory`."""
     foreign = None if model is None else foreign_of(model)
     if model is None or foreign is None:
         directory = open_directory(source, model=model, mtp=mtp)
@@ -211,10 +211,10 @@ def open_weights(source: Path, *, mtp: bool = True, model: ModelConfig | None = 
 def export_checkpoint(
     checkpoint: Path, out: Path, progress: Progress, *, dtype: torch.dtype | None = None, mtp: bool = True
 ) -> Done:
-    """Write a checkpoint's weights as a directory that transformers loads; `dtype` None keeps the checkpoint's. Also
-    copies the files of the tokenizer of the training, if there are any, and settings of the directory that training
-    began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
-    """
+    """Write a checkpoint's weights as a directory that transformers loads; of a model with adapters write only what was
+    trained, as a directory that peft loads. `dtype` None keeps the checkpoint's. Also copies the training's tokenizer
+    files, if there are any, and, of whole models, settings of the directory that training began with. Raises
+    ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503, PP-E523)."""
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     foreign = foreign_of(weights.model)
     if foreign is not None and foreign.adapters is not None:
@@ -296,8 +296,8 @@ def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> Non
 
 
 def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) -> tuple[Mapping[str, Any], str]:
-    """Copy the source's generation_config.json into `out`; returns (the keys of its config.json that are not ours, a
-    line for people, empty if the weights came from no directory).
+    """Copy the source's generation_config.json into `out`; return (the keys of the source's config.json that are not
+    ours, a line for people, which is empty if the weights came from no directory).
 
     Without a `family` the model's code is transformers', and all keys of its config are written already. Token ids
     (`eos_token_id`) are left out if training used another tokenizer than the source's.
@@ -315,7 +315,7 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
     named = state.get("tokenizer_path")
     if named is not None and source not in (Path(named), Path(named).parent):
         keys = {key: value for key, value in keys.items() if not key.endswith("_token_id")}
-        return keys, f"{len(keys)} settings of {source}, none of them its tokens', because the tokenizer is another"
+        return keys, f"{len(keys)} settings of {source}, but no token ids, because training had another tokenizer"
     files = [CONFIG]
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, out / GENERATION)
@@ -326,8 +326,8 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
 def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
     """Copy the files of the tokenizer that a checkpoint's state names into `out`; returns a line for people.
 
-    A single tokenizer.json gets a tokenizer_config.json with which readers use it as it is, with the training's
-    end-of-document token; without this file readers choose by the model's kind.
+    A tokenizer.json without a tokenizer_config.json gets one, which makes readers use the tokenizer as it is, with the
+    training's end-of-document token; without that file readers would choose a tokenizer by the model's kind.
     """
     named = state.get("tokenizer_path")
     if named is None:

@@ -37,7 +37,7 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _EXTRA = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Modules of which Megatron-core expects an entry `_extra_state`, which is empty without 8-bit floats."""
+"""Modules for which Megatron-core expects an entry `_extra_state`, which is empty without 8-bit floats."""
 
 
 class _Part(NamedTuple):
@@ -96,7 +96,7 @@ def export_dcp(
 def _megatron_parts(
     model: ModelConfig, dtypes: Mapping[str, torch.dtype], tensor: Callable[[str], Tensor]
 ) -> list[_Part]:
-    """Tensors under Megatron-core's keys: layers of one kind and experts stacked, a part for each."""
+    """The parts of Megatron-core's tensors: layers of one kind, and experts, are stacked, with a part for each."""
     parts = []
     for key, (shape, names) in written(model).items():
         stacked, extents, front = _stack(key, model)
@@ -107,7 +107,7 @@ def _megatron_parts(
 
 
 def _stack(key: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """(a tensor's key without layer and expert, how many of each there are, the tensor's own indexes)."""
+    """(the key of a tensor's stack, the stack's numbers of layers and experts, the tensor's indexes in the stack)."""
     extents, front = list[int](), list[int]()
     if expert := STACKED_EXPERT.fullmatch(key):
         key = f"{expert[1]}.{expert[3]}"

@@ -34,7 +34,7 @@ class DeferredGradients:
         self.intercepted = False
         """Whether `intercept` finds products: then a weight may have uses of any kind, also unseen ones."""
         self.drops = False
-        """Whether gradients are dropped: `torch.autograd.grad` makes gradients that are not for weights."""
+        """Whether gradients are dropped now, while `torch.autograd.grad` runs: what it makes is not for `.grad`."""
         self._whole = {id(base): base for base in map(_base_of, whole)}
         self._taken: dict[int, nn.Parameter] = {}
         self._uses: dict[int, list[Use]] = {}
@@ -47,9 +47,8 @@ class DeferredGradients:
         return tuple(self._taken.values())
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether this use of a weight is deferred; then all other uses of its parameter must be deferred, too.
-
-        Otherwise autograd's order of adding up a weight's uses would be lost.
+        """Whether this use of a weight is deferred. If so, the parameter is noted: all its other uses must be deferred,
+        too, because otherwise autograd's order of adding up a weight's uses would be lost.
         """
         base = parameter_of(weight)
         if base is None or id(base) in self._whole:
@@ -58,10 +57,10 @@ class DeferredGradients:
         return True
 
     def elsewhere(self, tensor: Tensor) -> Tensor:
-        """The tensor to give to a function that is not an intercepted product with a weight. For a parameter with
-        deferred uses: an alias without memory, whose gradient joins the deferred ones. Any other trained parameter is
-        marked whole: no later use of it is deferred. Raises TrainingError (PP-E717).
-        """
+        """Return what to give, in place of a tensor, to a function that is not an intercepted product with a weight.
+        For a parameter with deferred uses this is an alias, whose gradient joins the deferred ones. Any other trained
+        parameter is marked whole: no later use of it is deferred. Raises TrainingError (PP-E717) if an alias is needed
+        inside a transform of torch.func."""
         base = parameter_of(tensor)
         if base is None:
             return tensor
@@ -76,9 +75,9 @@ class DeferredGradients:
         return tensor
 
     def place(self, weight: Tensor, *, cast: bool) -> Tensor:
-        """`weight` as the graph's node that gets a use's gradient, which keeps the use's place among others. Autograd
-        adds in the order in which nodes were made, last ones first. If there may be other uses beside whole products, a
-        parameter's use is a separate node, and all uses that autocast casts are one node.
+        """Return `weight` as the node of the graph that gets a use's gradient. The node keeps the use's place among the
+        others: autograd adds gradients in the order in which nodes were made, last ones first. If products are
+        intercepted, each use of a parameter has a node of its own, except that all uses cast by autocast share one.
         """
         if not self.intercepted or weight._base is not None:
             return weight
@@ -87,7 +86,8 @@ class DeferredGradients:
         return self._cast.setdefault(id(weight), weight.view_as(weight))
 
     def put(self, weight: Tensor, place: Tensor, make: Make) -> None:
-        """Defer one use's part of a weight's gradient. Parts are added up in the order in which they are put."""
+        """Defer one use's part of a weight's gradient. Parts are added up in the order in which they are put. Raises
+        TrainingError (PP-E717) if the weight also gets a gradient outside W."""
         if self.drops:
             return
         base = parameter_of(weight)
@@ -97,7 +97,7 @@ class DeferredGradients:
         self._uses.setdefault(id(base), []).append(Use(weight, place, make, version_of(weight, make)))
 
     def put_function(self, function: Callable[[], object]) -> None:
-        """Defer any function; they are called in this order, when all weights have their gradients."""
+        """Defer any function: W calls such functions in the order given, once all weights have their gradients."""
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
@@ -119,9 +119,9 @@ class DeferredGradients:
                 weight.grad = gradient.clone()
 
     def deliver(self) -> None:
-        """Compute and accumulate all gradients; a weight's operands are freed after its gradient. Autograd is called
-        once for weights of about `AT_ONCE` bytes, whose gradients exist at the same time.
-        """
+        """Compute and accumulate all gradients, then call the deferred functions. A weight's operands are freed after
+        its gradient. Each call of autograd is for weights of about `AT_ONCE` bytes, whose gradients exist at the same
+        time. Raises TrainingError (PP-E718)."""
         while self._uses:
             groups: list[list[Use]] = []
             size = 0
@@ -133,7 +133,7 @@ class DeferredGradients:
             function()
 
     def _move_to(self, groups: list[list[Use]]) -> int:
-        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; returns their bytes."""
+        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; return the weights' bytes."""
         groups.append([])
         size = 0
         while self._uses and size < TOGETHER:
@@ -152,7 +152,7 @@ class DeferredGradients:
 
 def _used_unseen(weight: Tensor, where: str) -> TrainingError:
     message = (
-        f"a weight of shape {list(weight.shape)} is used in a product whose weight gradient is deferred, and {where}"
+        f"a weight of shape {list(weight.shape)} is used in a product whose gradient is deferred, but also {where}"
     )
     return TrainingError(Problem("PP-E717", message, LEAVE_WHOLE))
 
@@ -172,7 +172,7 @@ def _base_of(weight: Tensor) -> Tensor:
 
 
 def _look_for(weight: Tensor, base: nn.Parameter) -> None:
-    """Raise TrainingError if this backward also gives the parameter of a view a gradient outside W."""
+    """Raise TrainingError (PP-E717) if this backward also gives `base`, a view's parameter, a gradient outside W."""
     end = weight.grad_fn
     while end is not None and end.next_functions:
         end = end.next_functions[0][0]
@@ -188,10 +188,8 @@ _in_backward = False
 
 @contextmanager
 def collecting(gradients: DeferredGradients | None, *, backward: bool = False) -> Iterator[None]:
-    """Defer weight gradients into `gradients`: around an F and, as `backward`, around its I. None defers none.
-
-    Also around I, because recomputation runs parts of the forward there, and for `WeightGradStore`.
-    """
+    """While entered, defer weight gradients into `gradients` (None: defer none). Enter it around an F, and with
+    `backward` around its I, because recomputation runs parts of the forward there, and for `WeightGradStore`."""
     global _collecting, _in_backward
     before = _collecting, _in_backward
     _collecting, _in_backward = gradients, backward
@@ -218,7 +216,7 @@ def collector() -> DeferredGradients | None:
 
 
 def deferring(weight: Tensor) -> DeferredGradients | None:
-    """The collector of the deferred weight gradient of a product with `weight`; None if it is not deferred."""
+    """The collector for the weight gradient of a product with `weight`; None if that gradient is not deferred."""
     gradients = collector()
     return None if gradients is None or not gradients.takes(weight) else gradients
 
@@ -226,9 +224,10 @@ def deferring(weight: Tensor) -> DeferredGradients | None:
 class _Store:
     """Lets a user's autograd function defer its weight gradients, as in DeepSeek's DualPipe.
 
-    In its backward call `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, if `f` adds to a weight's
-    `.grad`. `f` is called in the W of the same stage and microbatch. If the weight has hooks, as those with a float32
-    master have in training, `f` must add with `torch.autograd.backward([weight], [gradient])`, which runs them.
+    For a function `f` that adds to a weight's `.grad`, call in the backward `WeightGradStore.put(f)` if
+    `WeightGradStore.enabled`, else `f()`. `f` is called in the W of the same stage and microbatch. If the weight has
+    hooks, as weights with a float32 master have in training, `f` must add with `torch.autograd.backward([weight],
+    [gradient])`, which runs the hooks.
     """
 
     @property
@@ -257,7 +256,7 @@ class ProductRule(NamedTuple):
     """(gradient, x, weight, *others) -> gradient of the factor, a new tensor; reads only the weight's form. None if it
     adds the gradient to a sum itself."""
     keeps_input: bool = True
-    """Whether the gradients depend on x; else they get None for it, and `others` alone are kept."""
+    """Whether the gradients depend on x; if not, x is not kept, and both functions get None for it."""
     add_of_input: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """(total, gradient, factor) -> total, to which the gradient of x was added in its memory."""
 
@@ -281,9 +280,9 @@ def multiply(
     bias: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """`rule`'s product of x and `weight`, whose gradient is put into `gradients`.
+    """Return `rule`'s product of x and `weight`. The backward puts the weight's gradient into `gradients`.
 
-    `factor` is the weight in the product's dtype, if that differs. `others` have no gradient.
+    `factor` is the weight in the product's dtype, if that differs. `others` get no gradient.
     """
     # Without any input that needs a gradient (token ids) the product would have no backward.
     anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
@@ -296,7 +295,7 @@ def multiply(
 
 
 class _Product(torch.autograd.Function):
-    """A product without its weight in the graph, so that I does not call its hooks. Lists hide tensors from
+    """A product without its weight in the graph, so that I does not call the weight's hooks. Lists hide tensors from
     autograd."""
 
     @staticmethod

@@ -48,7 +48,8 @@ def version_of(weight: Tensor, make: Make) -> int:
 
 
 def deliver(groups: list[list[Use]]) -> None:
-    """Give parameters the sums of their uses' parts, through autograd: each group after the previous one is stored."""
+    """Give parameters the sums of their uses' parts, through autograd, each group once the previous one is stored.
+    Empties `groups`. Raises TrainingError (PP-E718) as `_sums`."""
     # Autograd runs the last made node first, and stores a gradient before it goes on.
     roots = tuple(_sums(groups.pop()) for _ in range(len(groups)))
     seeds = tuple(root.detach() for root in roots)
@@ -57,10 +58,8 @@ def deliver(groups: list[list[Use]]) -> None:
 
 
 def _sums(uses: list[Use]) -> Tensor:
-    """The output of an autograd node whose backward computes the weights' gradients.
-
-    Raises TrainingError (PP-E718) if a tensor that the gradients are computed from was changed in place.
-    """
+    """Return the output of an autograd node whose backward computes the weights' gradients. Raises TrainingError
+    (PP-E718) if a tensor from which the gradients are computed was changed in place."""
     weights: dict[int, Tensor] = {}
     makes: dict[int, list[Make]] = {}
     for weight, place, make, version in uses:
@@ -92,7 +91,7 @@ _apply_sums: Callable[..., Tensor] = super(autograd.Function, _Sums).apply
 
 
 def _sum(makes: list[Make]) -> Tensor | None:
-    """The sum of the parts in order; each `make` is dropped after its call."""
+    """Make the parts and return their sum, added in order; empties `makes`, so that operands are freed early."""
     makes.reverse()
     total = makes.pop()()
     while makes:

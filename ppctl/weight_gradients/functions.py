@@ -37,15 +37,15 @@ def split_backward(
     *gradients)` returns what the function's backward returns, in which the weights' places are ignored, and
     `of_weights(ctx, *gradients)` a tuple with the weights' gradients alone, in the order of `weights`; None is for a
     gradient that the function has stored itself. `ctx` has what forward put there. Without the two the function's own
-    backward runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone: right for a
-    backward that computes what is needed. Calls for which `applies(*arguments)` is false are left whole.
+    backward runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone, which suits
+    a backward that computes only what is needed. Calls for which `applies(*arguments)` is false are left whole.
 
-    Or `target` is a module: `backward_dw()` of it and of its submodules that keep the operands of weight gradients in a
-    `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) is called in W, or at the end of a whole
-    backward.
+    Or `target` is a module. In it and its submodules, those that keep the operands of weight gradients in a
+    `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) have a `backward_dw()`, which is then called
+    in W, or at the end of a whole backward.
 
-    Another registration of a function replaces the first. Raises ConfigError (PP-E130) for anything else.
-    """
+    A later registration of a function replaces an earlier one. Raises ConfigError (PP-E130) for any other target, and
+    for weights that are no arguments of the function."""
     if isinstance(target, nn.Module):
         for module in target.modules():
             if delays(module) and module not in _HOOKED:
@@ -53,7 +53,7 @@ def split_backward(
                 module.register_forward_hook(_call_later)
         return
     if not (isinstance(target, type) and issubclass(target, Function)):
-        message = f"{target!r} is no autograd function and no module"
+        message = f"{target!r} is neither an autograd function nor a module"
         raise ConfigError(Problem("PP-E130", message, "ppctl.split_backward(MyFunction, weights=(1,))"))
     names = list(inspect.signature(target.forward).parameters)
     names = names[1:] if _takes_context(target) else names
@@ -183,7 +183,7 @@ _HOOKED: WeakSet[nn.Module] = WeakSet()
 
 
 def delays(module: Any) -> bool:
-    """Whether a module defers weight gradients itself, not through a submodule, for which it also has `backward_dw`."""
+    """Whether a module itself defers weight gradients; one that passes `backward_dw` on to submodules does not."""
     store = getattr(module, "wgrad_store", None)
     if store is None or not callable(getattr(module, "backward_dw", None)):
         return False
@@ -219,8 +219,8 @@ def tell_what_stays(
 ) -> None:
     """Report, once for a module, which matrices' gradients are made in I: for the `on_deferred` of a stage's program.
 
-    The share is their elements over the elements of all trained matrices, which is their share of the FLOPs of weight
-    gradients if every matrix meets the same tokens. Modules that defer their own gradients count as deferred.
+    The reported share is that of their elements in those of all trained matrices, which is also the share of the weight
+    gradients' FLOPs if every matrix meets the same tokens. Modules that defer their own gradients count as deferred.
     """
     if module not in _TOLD:
         _TOLD.add(module)
@@ -228,7 +228,7 @@ def tell_what_stays(
 
 
 def what_stays(stage: int, module: nn.Module, deferred: Sequence[nn.Parameter]) -> str:
-    """Such as `stage 1 defers 17 of 18 matrices to W; 3.1 % of weight gradients' FLOPs stay in I: router.weight`."""
+    """Return `stage 1 defers 17 of 18 matrices to W; 3.1 % of weight gradients' FLOPs stay in I: router.weight`."""
     later = {id(each) for each in deferred}
     for each in module.modules():
         if delays(each):

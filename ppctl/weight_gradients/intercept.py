@@ -23,7 +23,7 @@ from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients, ProductRul
 
 @contextmanager
 def intercepting(gradients: DeferredGradients, *, backward: bool = False) -> Iterator[None]:
-    """`collecting` for modules whose products cannot defer their weight gradients: a mode of torch intercepts them."""
+    """`collecting` for modules that do not defer weight gradients themselves: a mode of torch intercepts products."""
     gradients.intercepted = True
     with collecting(gradients, backward=backward), _Mode(gradients):
         yield
@@ -83,7 +83,7 @@ def _run_backward(
     inputs: Sequence[Tensor] | None = None,
     **spelling: Any,
 ) -> None:
-    """`torch.autograd.backward` and `Tensor.backward`, which would run it without the mode."""
+    """Do what `torch.autograd.backward` and `Tensor.backward` do; they would run the backward without the mode."""
     gradient = spelling.get("grad_tensors", gradient)
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     given = (gradient,) * len(roots) if gradient is None or isinstance(gradient, Tensor) else gradient
@@ -95,7 +95,7 @@ def _run_backward(
 
 
 def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """An argument whose tensors, also those in lists and tuples, are changed."""
+    """Return an argument with `change` applied to its tensors, also to those in lists and tuples."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (list, tuple):
@@ -118,7 +118,7 @@ def _linear(gradients: DeferredGradients, x: Any, weight: Any, bias: Any = None)
 
 
 def _of_two(rule: ProductRule, dims: int) -> Callable[..., Tensor | None]:
-    """The product of x and a weight of so many dims."""
+    """Return a function that makes `rule`'s product of x and a weight of `dims` dims, or None if it cannot."""
 
     def product(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
         if other or not _taken(gradients, x, weight, dims):

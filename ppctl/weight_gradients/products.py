@@ -40,12 +40,11 @@ def grouped_mm(gradients: DeferredGradients, rows: Tensor, weight: Tensor, ends:
 
 
 def spaced(x: Tensor, weight: Tensor, between: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """x [b, s, in] times the transpose of a weight whose outputs are groups of two widths: the first of each, with
-    `between` [b, 1, s, gap] behind it, [b, groups, s, first + gap], and the second, [b, groups, s, second].
+    """Multiply x [b, s, in] by the transpose of a weight whose outputs are groups of two parts, `widths` wide. Return
+    the first parts with `between` [b, 1, s, gap] behind each, [b, groups, s, first + gap], and the second parts,
+    [b, groups, s, second].
 
-    Both are views of one memory, into which the product writes. For weights with a sum of their gradients
-    (`wide_sums`).
-    """
+    Both are views of one memory, into which the product writes. Only for weights with a `wide_sum`."""
     both: tuple[Tensor, Tensor] = _Spaced.apply(x, between, deferring(weight) or AtOnce(), [weight], widths)  # type: ignore[no-untyped-call]  # torch's own
     return both
 

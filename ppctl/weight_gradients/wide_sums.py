@@ -13,9 +13,9 @@ class WideSum(NamedTuple):
     """The sum of one parameter's gradients, in float32."""
 
     total: Callable[[], Tensor | None]
-    """The sum so far; None before the first gradient of a step."""
+    """A function that returns the sum so far; None before the first gradient of a step."""
     begin: Callable[[Tensor | None], None]
-    """Set the sum to a tensor; None: there is no gradient yet."""
+    """A function that sets the sum to a tensor; None means that there is no gradient yet."""
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient; one in the sum's dtype keeps what bfloat16 would round away."""
@@ -26,7 +26,7 @@ class WideSum(NamedTuple):
             total.add_(gradient)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add a @ b of 16-bit matrices, in float32 from the product's own sums on."""
+        """Add a @ b of 16-bit matrices; the product's own sums are in float32, too."""
         total = self.total()
         if total is None:
             self.begin(torch.mm(a, b, out_dtype=torch.float32))

@@ -237,7 +237,7 @@ def test_a_module_with_backward_dw_computes_its_weights_in_w_or_at_the_end_of_a_
 
 
 def test_what_is_no_function_and_weights_that_are_no_arguments_are_refused_by_name():
-    with pytest.raises(ConfigError, match="no autograd function and no module"):
+    with pytest.raises(ConfigError, match="neither an autograd function nor a module"):
         ppctl.split_backward(of_input)
     for weights in ((), ("wieght",)):
         with pytest.raises(ConfigError, match=r"whose arguments are x, weight, bias, scale") as refused:

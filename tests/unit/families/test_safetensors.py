@@ -41,8 +41,8 @@ def test_a_whole_file_is_read(tmp_path):
 
 
 WRONG = {
-    "another dtype": ({"a": F32 | {"dtype": "BF16"}, "b": NEXT}, "a: BF16[2] has 4 bytes, and data_offsets has 8"),
-    "another shape": ({"a": F32 | {"shape": [2, 2]}, "b": NEXT}, "a: F32[2, 2] has 16 bytes, and data_offsets has 8"),
+    "another dtype": ({"a": F32 | {"dtype": "BF16"}, "b": NEXT}, "a: BF16[2] has 4 bytes, but data_offsets has 8"),
+    "another shape": ({"a": F32 | {"shape": [2, 2]}, "b": NEXT}, "a: F32[2, 2] has 16 bytes, but data_offsets has 8"),
     "no such dtype": ({"a": F32 | {"dtype": "F99"}, "b": NEXT}, "a: F99 is no dtype of safetensors"),
     "a start behind the header": ({"b": NEXT}, "b: begins at byte"),
     "a gap": (
@@ -122,7 +122,7 @@ def quantised(directory, said, dtype="F32"):
 
 
 def test_plain_weights_whose_config_says_quantised_are_told(tmp_path):
-    assert "(fp8), and all tensors are plain F32" in quantised(tmp_path, {"quant_method": "fp8"})
+    assert "(fp8), but all tensors are plain F32" in quantised(tmp_path, {"quant_method": "fp8"})
     assert quantised(tmp_path, None) == ""
     assert quantised(tmp_path, {"quant_method": "fp8"}, "F8_E4M3") == ""
 
