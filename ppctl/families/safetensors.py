@@ -53,7 +53,7 @@ def read_header(file: Path) -> dict[str, Stored]:
                 raise _damaged(file, f"has {size} bytes, which end within its header")
             if length > _MOST_BYTES_OF_A_HEADER:
                 raise _damaged(
-                    file, f"has no header of safetensors, for that has at most {_MOST_BYTES_OF_A_HEADER:,} bytes"
+                    file, f"has no header of safetensors: such a header has at most {_MOST_BYTES_OF_A_HEADER:,} bytes"
                 )
             header = json.loads(stream.read(length))
         texts = (header.pop("__metadata__", None) or {}).values()

@@ -5,7 +5,7 @@
     cut_proof        proves on meta tensors that a user's module can be cut, and finds the messages
     fully_shard      the effects of torch's fully_shard on a stage: dtypes, and when gradients are summed
 
-and for causal language transformers models (decision 44), from which runs and `ppctl.pipeline` make stages:
+and for transformers' causal language models (decision 44), from which runs and `ppctl.pipeline` make stages:
 
     library          the only importer of transformers; sets fields of a config to other values
     peft_adapters    the only importer of peft (decision 56)

@@ -62,7 +62,7 @@ def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """Name -> module, for each module outside the layers that has weights or saved buffers without its children's."""
+    """Name -> module, for modules outside the layers that have weights or saved buffers themselves."""
     named = model.named_modules()
     return {path: module for path, module in named if not path.startswith(f"{layers}.") and next(saved(module), None)}
 
@@ -154,7 +154,7 @@ def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
 def _sides(
     outside: dict[str, nn.Module], calls: list[str | int], count: int, name: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(modules called before all layers, after all layers). Raises CannotCut for any other order of calls."""
+    """(modules called before all layers, after all layers). Raises CannotCut unless each layer runs once, in order."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
         wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])

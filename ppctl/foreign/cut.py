@@ -32,7 +32,7 @@ class ModuleCut:
     parts: tuple[tuple[str, ...], ...]
     """The names of the modules with parameters or saved buffers."""
     inner: str = ""
-    """The name of the inner model: the only child, no container, that holds several of these modules; "" without."""
+    """The name of the inner model: the only child, no container, that holds several of these modules; or ""."""
 
     @cached_property
     def _parts_by_name(self) -> dict[str, int]:

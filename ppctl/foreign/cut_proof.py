@@ -1,4 +1,4 @@
-"""Finds out, from one forward on meta tensors, whether a module can be cut between its parts, and the messages.
+"""Finds out by one forward on meta tensors whether a module can be cut between its parts, and what messages result.
 
 Every tensor is followed from the operation that makes it. Beyond a cut only the tensor that enters the next part may be
 read: any other value of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
@@ -212,7 +212,7 @@ class _Watch(TorchDispatchMode):
             hook.remove()
 
     def conclude(self) -> None:
-        """Raise ConfigError with the first problem found, if any. A part none of whose modules was called is one."""
+        """Raise ConfigError with the first problem found, if any. A part of which no module was called is one."""
         called = self.forms.keys()
         for part, names in enumerate(self.watched):
             lost = [name for name in names if name not in called]
@@ -248,7 +248,7 @@ class _Watch(TorchDispatchMode):
         )
 
     def _enter(self, part: int, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a module runs, note problems of the order of calls. For the first module of `part`, check that its
+        """Before a module runs, note if the order of calls is wrong. For the first module of `part`, check that its
         first tensor is a result of the part before, and return its arguments with a message in place of that tensor."""
         self._running.append(name)
         if part < self.part:

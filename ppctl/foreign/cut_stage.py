@@ -98,7 +98,7 @@ class CutStage(nn.Module):
             self._arrived = None
 
     def _connect(self) -> None:
-        """Put stand-ins in place of other stages' modules; where the forward around them is `aware`, remove these."""
+        """Put stand-ins in place of other stages' modules; where the forward around them is `aware`, remove them."""
         modules, inner = dict(self.model.named_modules()), self.cut.inner
         for part, names in enumerate(self.cut.parts):
             for name in names:
@@ -149,7 +149,7 @@ class CutStage(nn.Module):
         raise Departed(first_tensor((positional, named)))
 
     def _inside(self, forward: Forward, *positional: Any, **named: Any) -> Any:
-        """Run the inner model's forward. Its first argument tensor has arrived, unless this stage begins that model."""
+        """Run the inner model's forward. Its first tensor counts as arrived, unless this stage begins that model."""
         first = self.number == self.cut.inner_parts[0]
         return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
 

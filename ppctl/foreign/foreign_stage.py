@@ -276,7 +276,7 @@ class _OwnLayer(nn.Module):
 
 
 def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False) -> Parameter:
-    """The row of a parameter or saved buffer named as in the model; if `adapted`, frozen ones keep their roles."""
+    """The row of a parameter or saved buffer, by its name in the model; if `adapted`, frozen ones keep their roles."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if own in module._buffers:

@@ -189,7 +189,7 @@ def _run_cut(
     states: Sequence[Sequence[Tensor]],
     losses: Sequence[_Losses],
 ) -> None:
-    """Run all microbatches forward and backward, stage by stage as an engine does. Raises CannotCut if results differ."""
+    """Run all microbatches forward and backward, stage by stage like an engine. Raises CannotCut if results differ."""
     for mb, (tokens, labels, mask) in enumerate(batches):
         given: Message = (tokens,)
         hops = list[tuple[Message, Message]]()

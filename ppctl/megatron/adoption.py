@@ -1,4 +1,4 @@
-"""Puts ppctl's functions and communicator in the places where a loaded Megatron-core has its own, and takes them out.
+"""Puts ppctl's functions and communicator in the places where a loaded Megatron-core has its own, and undoes it.
 
 Nothing of Megatron is imported.
 """

@@ -235,7 +235,7 @@ def lowered_schedule(
 
 
 def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
-    """Note that a schedule runs; return whether it is its first time over a communicator that sends from a GPU.
+    """Note that a schedule runs; return whether it is the first time over a communicator that sends from a GPU.
 
     The first time the stages' kernels are loaded, which waits until the device is idle, so no receive may be posted
     ahead. In a batched schedule nothing travels while a rank computes.

@@ -60,7 +60,7 @@ def edges_of(
     if adjust is not None:
         adjusted = adjust(before, after)
         if not isinstance(adjusted, tuple | list) or len(adjusted) != 2:
-            message = f"adjust_tensor_shapes_fn returned a {type(adjusted).__name__}, but must return two lists"
+            message = f"adjust_tensor_shapes_fn returned a {type(adjusted).__name__}, but must return both lists"
             raise misuse(message, "return receive_shapes, send_shapes")
         before, after = adjusted
     made = partial(torch.empty, dtype=message_dtype(config), device="meta")

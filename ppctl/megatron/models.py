@@ -25,7 +25,7 @@ def config_of(model: nn.Module) -> Any:
     """`model.config`, of the model or of what it wraps.
 
     Raises ConfigError if there is none, if it switches on what comes later, or if it offloads activations without
-    layers that do it (Megatron's do, and set `_cpu_offloading_context`): schedules cannot.
+    layers that do it (Megatron's do, and set `_cpu_offloading_context`): schedules cannot do it.
     """
     holder = holder_of(model, "config")
     if holder is None:

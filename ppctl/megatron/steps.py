@@ -208,7 +208,7 @@ def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
 
 
 def _output_and_loss(forward_step_func: ForwardStep, data_iterator: Any, *more: Any) -> tuple[Any, Any]:
-    """Call the user's step; return its pair (output, loss function). Raises TrainingError without, or at data's end."""
+    """Call the user's step; return (output, loss function). Raises TrainingError for other results, or if data end."""
     try:
         returned = forward_step_func(data_iterator, *more)
     except StopIteration as ended:

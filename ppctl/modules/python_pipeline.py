@@ -168,7 +168,7 @@ class Pipeline:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and saved buffers, under the whole model's names; all ranks' make up its state."""
+        """This rank's parameters and saved buffers under the model's names; all ranks' together are its state."""
         return self._stages.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -79,7 +79,7 @@ def _mean(name: str, readers: Sequence[CheckpointReader]) -> Tensor:
             total += value
         elif not torch.equal(value, first):
             message = (
-                f"{name} holds {str(first.dtype).removeprefix('torch.')}, which have no mean, but is not equal in all"
+                f"{name} holds {str(first.dtype).removeprefix('torch.')}, which have no mean: all values must be equal"
             )
             remedy = f"ppctl ckpt diff {pasted(readers[0].path, reader.path)}"
             raise CheckpointError(Problem("PP-E531", message, remedy, str(reader.path)))

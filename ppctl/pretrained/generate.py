@@ -165,7 +165,7 @@ def _generate(args: Namespace) -> None:
 
 
 def _prompt(args: Namespace, tokenizer: Tokenizer, model: _WholeModel) -> Prompt:
-    """Make the prompt. Raises DataError as `make_prompt` and `open_template`, and PP-E560 without a position for it."""
+    """Make the prompt. Raises DataError as `make_prompt` and `open_template`, and PP-E560 for too long a prompt."""
     try:
         chat = args.chat or args.template is not None or args.system is not None
         template = open_template(args.tokenizer, args.template) if chat else None
@@ -179,8 +179,8 @@ def _prompt(args: Namespace, tokenizer: Tokenizer, model: _WholeModel) -> Prompt
 
 
 def _continued(model: _WholeModel, given: list[int], args: Namespace, most: int, ids: list[int]) -> Iterator[int]:
-    """Yield at most `most` tokens, the likeliest or drawn ones, and add each to `ids`. End before an end token of the
-    tokenizer or the settings."""
+    """Yield at most `most` tokens, the likeliest or drawn ones, and add each to `ids`. End before an end token, which
+    the tokenizer or the settings name."""
     dice, path = torch.Generator().manual_seed(args.seed or 0), Path(args.tokenizer).expanduser()
     draws = any(each is not None for each in (args.temperature, args.top_k, args.top_p, args.seed))
     ends = {args.end}

@@ -40,9 +40,9 @@ def split_backward(
     backward runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone, which suits
     a backward that computes only what is needed. Calls for which `applies(*arguments)` is false are left whole.
 
-    Or `target` is a module. In it and its submodules, those that keep the operands of weight gradients in a
-    `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) have a `backward_dw()`, which is then called
-    in W, or at the end of a whole backward.
+    Or `target` is a module: it and those of its submodules that keep the operands of weight gradients in a
+    `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) have their `backward_dw()` called in W, or at
+    the end of a whole backward.
 
     A later registration of a function replaces an earlier one. Raises ConfigError (PP-E130) for any other target, and
     for weights that are no arguments of the function."""
@@ -228,7 +228,7 @@ def tell_what_stays(
 
 
 def what_stays(stage: int, module: nn.Module, deferred: Sequence[nn.Parameter]) -> str:
-    """Return `stage 1 defers 17 of 18 matrices to W; 3.1 % of weight gradients' FLOPs stay in I: router.weight`."""
+    """A line: `stage 1 defers 17 of 18 matrices to W; 3.1 % of weight gradients' FLOPs stay in I: router.weight`."""
     later = {id(each) for each in deferred}
     for each in module.modules():
         if delays(each):
