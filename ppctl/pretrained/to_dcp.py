@@ -61,8 +61,8 @@ def export_dcp(
     mtp: bool = True,
     megatron: bool,
 ) -> Done:
-    """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps the checkpoint's. Raises ConfigError
-    (PP-E525 if `out` is taken) and CheckpointError (PP-E502, PP-E503)."""
+    """Write a checkpoint's weights as a distributed checkpoint for Megatron-core if `megatron`, else for torchtitan;
+    `dtype` None keeps the checkpoint's. Raises ConfigError (PP-E525) and CheckpointError (PP-E502, PP-E503)."""
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     model, dtypes, counter = weights.model, weights.dtypes, count(1)
 

@@ -132,5 +132,5 @@ def test_a_block_that_is_none_is_refused(tmp_path, said):
     _, config = write_config(ModelConfig())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
     write(tmp_path / "model.safetensors", {"a": F32}, 8)
-    with pytest.raises(ConfigError, match="PP-E521: quantization_config is a mapping"):
+    with pytest.raises(ConfigError, match="PP-E521: quantization_config must be a mapping"):
         open_directory(tmp_path)
