@@ -171,7 +171,7 @@ def refused(call, **arguments):
 
 def test_a_pipeline_that_the_ranks_do_not_agree_on_is_refused():
     for world, length, chunks in run_ranks(whose, 2):
-        assert "the config has 4 pipeline ranks and the world 2" in world
+        assert "the config has 4 pipeline ranks, but the world 2" in world
         assert f"seq_length is {S} on pp_rank 0 and {S + 1} on pp_rank 1" in length
         assert "number of model chunks is 1 on pp_rank 0 and 2 on pp_rank 1" in chunks
 
