@@ -28,6 +28,7 @@ from ppctl.launch.machine import gpu_devices
 
 _PROBE = "ppctl.reach.probe"
 _DEADLINE_S = 240.0
+_LATE = f"no result after {_DEADLINE_S:.0f} s"
 _WRITTEN_BYTES = 64 * 2**20
 _SLOW_DISK, _SLOW_SYNC = 50e6, 0.5
 _OLDEST_TORCH = (2, 11)
@@ -73,13 +74,11 @@ def _measure(ranks: int) -> dict[str, Any]:
         for rank in range(ranks):
             pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             environment = rank_environment(rank, ranks, {}) | {NODE_DIRECTORY: str(directory)}
-            started.append(
-                subprocess.Popen(python(_PROBE), env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True)
-            )
+            started.append(subprocess.Popen(python(_PROBE), env=environment, stdout=pipe, stderr=pipe, text=True))
         try:
             out, error = started[0].communicate(timeout=_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            out, error = "", f"no result after {_DEADLINE_S:.0f} s"
+            out, error = "", _LATE
         finally:
             for process in started:
                 process.kill()
@@ -90,8 +89,12 @@ def _measure(ranks: int) -> dict[str, Any]:
 def _as_rank(started: Started) -> dict[str, Any]:
     environment = os.environ | dict(started.variables)
     command = python(_PROBE)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
-    return _read(done.stdout, done.stderr) if started.rank == 0 else {}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
+        out, error = done.stdout, done.stderr
+    except subprocess.TimeoutExpired:
+        out, error = "", _LATE
+    return _read(out, error) if started.rank == 0 else {}
 
 
 def _read(out: str, error: str) -> dict[str, Any]:

@@ -348,7 +348,7 @@ def test_with_dropout_and_modules_trained_whole_no_cut_changes_a_bit_and_peft_lo
     ("whole", "kind", "said"),
     [
         ("[q_proj]", "Llama", "has an adapter in it: model.layers.0.self_attn.q_proj.lora_A.weight"),
-        pytest.param("[lm_head]", TIED, "are one in this model", marks=pytest.mark.whole),
+        pytest.param("[lm_head]", TIED, "are the same tensor in this model", marks=pytest.mark.whole),
         pytest.param(
             "[rotary_emb]", "Llama", "no module with weights has a name that ends in", marks=pytest.mark.whole
         ),
