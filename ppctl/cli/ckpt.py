@@ -219,7 +219,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
-    """Return the newest undamaged checkpoint, and the checkpoint from which a start goes on, which no `--keep` deletes.
+    """The checkpoints that no `--keep` deletes: the newest undamaged one, and the one from which a start goes on.
     Raises CheckpointError (PP-E530) if all are damaged."""
     for path in reversed(checkpoints):
         try:
@@ -228,7 +228,7 @@ def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
                 return [path, *([] if named is None else [named.path])]
         except CheckpointError:
             continue
-    message = f"none of the {len(checkpoints)} checkpoints in {folder} is good, and nothing is deleted"
+    message = f"none of the {len(checkpoints)} checkpoints in {folder} is good, so nothing is deleted"
     remedy = f"ppctl ckpt verify {pasted(checkpoints[-1])}" if checkpoints else f"ls -l {pasted(folder)}"
     raise CheckpointError(Problem("PP-E530", message, remedy, str(folder)))
 
@@ -316,7 +316,7 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 
 def _convert(action: str, *words: object) -> int:
-    """Start the process that converts, with its sources, the output and options; returns its exit code."""
+    """Run the process that converts, with its sources, the output and options, to its end; returns its exit code."""
     command = [*python("ppctl.pretrained.command"), action, *map(str, words)]
     return subprocess.run(command, check=False).returncode
 

@@ -33,15 +33,15 @@ def letters(count: int) -> list[str]:
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Key -> its value in each of `values`, for the keys whose values are not all equal; without the description of a
-    model, thousands of letters that follow from other keys."""
+    """Key -> its value in each of `values`, for the keys whose values are not all equal. `model.transformers` is left
+    out: thousands of letters, which follow from other keys."""
     names = dict.fromkeys(name for each in values for name in each if name != "model.transformers")
     rows = {name: [each.get(name) for each in values] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def labels(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each of `values` by key the words that set it apart from the others, such as `lr=0.001 seed=2`."""
+    """For each of `values` (key -> value) the words that set it apart from the others, such as `lr=0.001 seed=2`."""
     rows = {name: row for name, row in differing(values).items() if name not in _NOT_ITS_OWN}
     last = [name.rpartition(".")[2] for name in text_keys()]
     short = {name: SHORT.get(name, name.rpartition(".")[2]) for name in rows}
@@ -104,7 +104,7 @@ def _figure(value: Any, form: str) -> str:
 
 
 def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> Iterator[str]:
-    """A table with a column per run, or for more than three with a row. Values too long for a column stand below."""
+    """A table with a column per run; with a row per run, if there are more than three. Too long values stand below."""
     rows = [[name, *map(value_text, row)] for name, row in compared["keys"].items()]
     room = _LONGEST_VALUE
     if len(names) < 4 and rows:
@@ -118,7 +118,7 @@ def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> I
 
 
 def _curves(records: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str], columns: int) -> Iterator[str]:
-    """A line per run and figure. The lines of one figure have one scale, and are as long as the run has done steps."""
+    """A line per run and figure. Those of one figure have one scale, and grow with the steps that a run has done."""
     steps = max((run[-1]["step"] for run in records if run), default=0) or 1
     for key, name in CURVES.items():
         values = [[math.nan if record.get(key) is None else record[key] for record in run] for run in records]
@@ -151,7 +151,7 @@ def comparison_page(compared: Mapping[str, Any], records: Sequence[Sequence[Mapp
 
 
 def _points(records: Sequence[Mapping[str, Any]]) -> Iterator[list[float | None]]:
-    """Step, tokens and seconds of training so far, and the figures; of too many steps those with the extreme losses."""
+    """Each step's number, tokens and seconds so far, and figures; of too many steps only those with extreme losses."""
     before, tokens, seconds, points = 0, 0.0, 0.0, []
     for record in records:
         steps, before = record["step"] - before, record["step"]  # `log.interval` leaves steps out

@@ -122,7 +122,7 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """Columns with two blanks between them; the second up to number `right` are aligned right, the others left."""
+    """Columns with two blanks between them; columns 2 to `right` are aligned right, the others left."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
@@ -197,8 +197,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def curve(values: Sequence[float], columns: int, bounds: Iterable[float] = ()) -> str:
-    """`values` as bars in at most `columns` columns, each the mean of equally many values; a level curve is low. The
-    scale is of `bounds` (all values of several curves), or else of these means."""
+    """`values` as bars in at most `columns` columns, each the mean of equally many values (`!` if it is not finite).
+    The scale is that of `bounds` (all values of several curves), or else of these means; equal means have low bars."""
     count = min(len(values), columns)
     edges = [len(values) * column // count for column in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

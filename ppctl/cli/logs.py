@@ -70,7 +70,7 @@ def _log(path: Path) -> Iterator[str]:
 
 
 def _steps(run_dir: RunDir, lines: int | None) -> Iterator[str]:
-    """The lines of steps added since the last time, as the run printed them; at first the last `lines` (None: all)."""
+    """Yield, for ever, the lines of the steps added since, as the run printed them; at first `lines` (None: all)."""
     metrics, last = run_dir.metrics_file(last=lines), 0
     shown = StepLines(run_dir.read_config().train.steps, width(WIDE))
     while True:
@@ -84,7 +84,8 @@ def _is_going_on(run_dir: RunDir) -> bool:
 
 
 def _follow(run_dir: RunDir, added: Iterator[str], lines: int | None, *, follow: bool) -> bool:
-    """Print the last `lines` (None: all), with `follow` until the run ends; returns whether anything was printed."""
+    """Print what `added` yields: of the first text the last `lines` (None: all), and with `follow` later ones until the
+    run ends. Returns whether there was any text."""
     anything = False
     while True:
         goes_on = follow and _is_going_on(run_dir)  # checked before reading, so that the last lines are printed

@@ -37,8 +37,7 @@ from ppctl.runs.rundir import RunDir
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12
 _LAUNCH_SECONDS = 5e-6
-"""Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. This is
-the lower end, to give a lower bound."""
+"""The least seconds in which a host starts a kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles."""
 _MIB = Unit("MiB", MIB)
 _EQUAL = "equal to the byte"
 
@@ -91,15 +90,15 @@ def _planned_for_gpus(line: Arguments) -> tuple[Composed, Plan | None, list[Prob
 def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if find_spec("torch") is None:
-        message = "torch is not installed here, and a rehearsal runs the model's own code"
+        message = "torch is not installed here, but a rehearsal runs the model's own code"
         yield Problem("PP-E604", message, "pip install torch")
     else:
         yield from absent_for(config.model)
     if parallel.enable_autocast:
-        message = "autocast chooses dtypes by the kind of device, and a rehearsal runs on torch's meta device"
+        message = "autocast chooses dtypes by the kind of device, but a rehearsal runs on torch's meta device"
         yield Problem("PP-E128", message, "parallel.enable_autocast=false")
     if parallel.variable_seq_lengths:
-        message = "with parallel.variable_seq_lengths other ranks send the sizes of messages, and a rehearsal has none"
+        message = "with parallel.variable_seq_lengths other ranks send message sizes, but a rehearsal has one rank"
         yield Problem("PP-E128", message, "parallel.variable_seq_lengths=false")
     if config.train.compile:
         note("note: layers are rehearsed uncompiled (train.compile=true): what compiled ones keep is not measured")
@@ -111,7 +110,7 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
     chosen = [(kind, kind.ranks[0]) for kind in kinds]
     if rank is not None:
         chosen = [(kind, rank) for kind in kinds if rank in kind.ranks]
-    less = f"; {short.num_microbatches} of {plan.num_microbatches} microbatches fill a device as all do"
+    less = f"; {short.num_microbatches} of {plan.num_microbatches} microbatches fill a device as fully as all do"
     note(
         f"rehearsing {len(chosen)} of {plan.sizes.world} ranks, which are of {len(kinds)} kind{'s' * (len(kinds) > 1)}"
         f"{less if short.num_microbatches < plan.num_microbatches else ''}"

@@ -114,7 +114,7 @@ def _none_traced(run: RunDir) -> Problem:
     message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {pasted(short_path(run.path))}"
     asked = config.log.trace
     if asked is not None and steps_of(asked)[0] > done:
-        message += f": log.trace={asked}, and it has done {done} step{'s' * (done != 1)}"
+        message += f": log.trace={asked}, but it has done {done} step{'s' * (done != 1)}"
     else:
         wanted = f"log.trace={done + 2}:{done + 4}"
         ends = config.train.steps < done + 3
@@ -131,7 +131,7 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
     grid = RankGrid(plan.sizes)
     for pipeline in {grid.group_of("pp", rank) for rank in range(plan.sizes.world)}:
         if any(span.action.op not in TIMED for span in measured.trace(plan.schedule, pipeline).spans):
-            raise ValueError("it has times of messages, which take none")
+            raise ValueError("it has times of messages, but only computations have times")
 
 
 # The text: each rank's ledger of time, and the critical path
@@ -159,7 +159,7 @@ class SeenStep(NamedTuple):
 
 
 def report(seen: SeenStep) -> dict[str, Any]:
-    """The step as values, seconds."""
+    """The step as `--json` prints it, with times in seconds."""
     path = critical_path(seen.trace)
     simulated, changes = stage_changes(seen.plan.schedule, measured_costs(seen.trace, seen.plan.schedule))
     return {
@@ -236,7 +236,7 @@ def _by_rank(ledger: TimeLedger, pipeline: tuple[int, ...]) -> dict[str, float]:
 
 
 def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
-    """Two steps side by side: means over the ranks of a pipeline, and over the microbatches of a stage. Seconds."""
+    """Two steps side by side, in seconds: means over the ranks of a pipeline, and over the microbatches of a stage."""
     sides = (first, second)
     rows = [_means(seen.ledgers) for seen in sides]
     names = dict.fromkeys([*rows[0], *rows[1]])
