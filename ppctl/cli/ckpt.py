@@ -110,7 +110,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
-    """The directory of checkpoints that `text` means (None: the newest run's); None if it means one checkpoint."""
+    """The directory of checkpoints that `text` names, or without `text` the newest run's; None for one checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
     path = Path(text).absolute()
@@ -156,7 +156,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
-    """(why a run with this config cannot load the checkpoint, after how many samples it would go on if that is known).
+    """(why a run with this config cannot load the checkpoint, after how many samples it would go on; None: not known).
     A checkpoint of weights alone is checked as a run's first weights. Whether data changed is not checked."""
     from ppctl.launch.weights import checkpoint_tensors
 

@@ -84,7 +84,7 @@ def comparison(runs: Sequence[RunDir]) -> tuple[dict[str, Any], list[list[dict[s
 
 
 def comparison_text(compared: Mapping[str, Any], records: Sequence[Sequence[Mapping[str, Any]]], columns: int) -> str:
-    """Keys that differ, results and curves."""
+    """The keys that differ, the results and the curves of runs, as text."""
     names = letters(len(records))
     lines = [aligned(zip(names, compared["ids"], strict=True)), "", *_table(compared, names, columns), ""]
     lines += _curves(records, names, 100 if columns == UNFOLDED else columns)

@@ -59,7 +59,7 @@ def overwrite(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a text on stderr that is not the result. On a terminal lines are wrapped between words, except indented
+    """Print on stderr a text that is not the result. On a terminal, lines are wrapped between words, except indented
     lines, which a user may paste."""
     if sys.stderr.isatty():
         text = _unless_indented(text, shutil.get_terminal_size().columns)
@@ -86,7 +86,7 @@ def is_live() -> bool:
 
 
 def width(piped: int = PIPE_WIDTH) -> int:
-    """The terminal's columns; if stdout is no terminal, $COLUMNS, or else `piped`."""
+    """The terminal's columns; if stdout is no terminal, $COLUMNS (unless `piped` is UNFOLDED), or else `piped`."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         piped = shutil.get_terminal_size().columns

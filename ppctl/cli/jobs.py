@@ -60,7 +60,7 @@ def _job_to(doing: str, run: RunDir) -> JobState:
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """Cancel the job, unless it has ended; write the status of a run that never ran. Raises ConfigError without job."""
+    """Cancel the job, unless it has ended; a run that never began is `interrupted`. Raises ConfigError without job."""
     run = find_run(args.run, args.dir)  # must be one run: no remedy may offer to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:

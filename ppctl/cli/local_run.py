@@ -78,7 +78,7 @@ def start_of(args: argparse.Namespace) -> Iterator[Started]:
 
 
 def _of_a_node(variables: Mapping[str, str]) -> str:
-    """A line for the terminal of a node other than the first, which shows nothing else of a run that goes well."""
+    """A line for the terminal of any node but the first. The terminal shows nothing else of a run that goes well."""
     first, last = int(variables["RANK"]), int(variables["RANK"]) + int(variables["LOCAL_WORLD_SIZE"]) - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     server = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
@@ -173,8 +173,8 @@ def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Prob
 
 
 def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list[Problem]]:
-    """`config` with the variables that ranks on GPUs need in its `launch.env`; problems of variables that contradict
-    these. Prints a note for each variable of the user's that stays."""
+    """(`config` whose `launch.env` has the variables that ranks on GPUs need, problems of variables that contradict
+    these). Prints a note on each of the user's own variables that is kept."""
     if config.launch.device != "cuda":
         return config, []
     environ, pp = os.environ, plan.sizes.pp
@@ -238,7 +238,7 @@ def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> 
 
 
 def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
-    """Run the job, print its steps on `out`, and on stderr failures and how to go on. Returns its outcome."""
+    """Run the job, and print its steps on `out`; stderr shows failures, and how to go on. Returns the outcome."""
     config = launch.config
     if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)

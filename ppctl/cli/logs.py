@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a log."""
+    """Print a run's steps, its job's log or a rank's. Raises ConfigError (PP-E611) if there is no such log."""
     run_dir = named_run(args)
     job = run_dir.job()
     if args.rank is None and not slurm.is_job(job.get("job", "0")):
@@ -70,7 +70,7 @@ def _log(path: Path) -> Iterator[str]:
 
 
 def _steps(run_dir: RunDir, lines: int | None) -> Iterator[str]:
-    """Yield, for ever, the lines of the steps added since, as the run printed them; at first `lines` (None: all)."""
+    """Yield, for ever, the lines of new steps, as the run printed them; at first the last `lines` (None: all)."""
     metrics, last = run_dir.metrics_file(last=lines), 0
     shown = StepLines(run_dir.read_config().train.steps, width(WIDE))
     while True:

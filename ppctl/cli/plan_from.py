@@ -64,7 +64,7 @@ def _again(args: argparse.Namespace) -> str:
 
 
 def _table(found: Translation, file: str) -> str:
-    """The translations of all settings: translated, lost, and left out, by reason."""
+    """All settings as a table: those that are translated, those that are lost, and those left out, by reason."""
     lost = found.lost
     rest = [row for row in found.rows if not row.override and row not in lost]
     reasons: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ def _table(found: Translation, file: str) -> str:
 
 
 def _write_recipe(found: Translation, args: argparse.Namespace) -> str:
-    """Write the recipe; returns the command that uses it."""
+    """Write the recipe; returns the command that uses it. Raises ConfigError (PP-E103, PP-E126)."""
     target = Path(args.write)
     if target.suffix not in (".yaml", ".yml"):
         message = f"the name of a recipe's file must end with .yaml or .yml, not as {target} does"

@@ -68,7 +68,7 @@ def drawing(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> list[Row]:
-    """Neighbouring pp_ranks share a row if they hold the same kinds of layers and as many parameters."""
+    """The table's rows: neighbouring pp_ranks share one if they hold equal kinds of layers and as many parameters."""
     return rows_of(map(_chunk, plan.stages), apart=lambda rank: plan.pp_ranks[rank].params)
 
 

@@ -65,7 +65,7 @@ def program() -> str:
 
 
 def short_path(path: Path) -> str:
-    """A path, relative to the working directory if it is below it."""
+    """`path`, made relative to the working directory if it lies below that."""
     directory = Path.cwd()
     return str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
 

@@ -29,7 +29,7 @@ MOST_SEARCHED = 150_000
 """The most actions of a schedule that a search makes again and again: about 20 s."""
 
 _FEW_RANKS, _MANY_CHUNKS = 32, 8
-"""A remedy lowers the ranks, too, if there are more than this; and then the chunks, if there are more than this."""
+"""With more ranks than the first, a remedy lowers the ranks, too, and then also the chunks if above the second."""
 
 _PLACE = "command line"
 _USUAL_SIZES = {"--pp": 4, "--microbatches": 8}

@@ -173,7 +173,7 @@ def _of_nodes(config: RunConfig, plan: Plan) -> Iterator[Problem]:
 
 
 def _job_to_wait_for(config: RunConfig) -> str | None:
-    """The job that will finish the run `launch.after`; None if no run has to be finished. ConfigError without job."""
+    """The job that will finish the run `launch.after`; None if there is no run to wait for. ConfigError without job."""
     if config.launch.after is None:
         return None
     before = find_run(config.launch.after, Path(config.log.dir))
@@ -217,7 +217,7 @@ def _submit(waiting: Sequence[tuple[SweptRun, SlurmJob]]) -> None:
 
 
 def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:
-    """Yield the problems of jobs that differ in size or time limit, which an array job cannot."""
+    """Yield the problems of jobs that differ in size or time limit, which the tasks of an array job cannot."""
     own = ("--job-name=", "--output=")
     first, *others = [{line for line in directives(job) if not line.startswith(own)} for job in jobs]
     if odd := sorted({line for each in others for line in first ^ each}):

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the ledger of a traced step, its critical path and what a stage would change, and draw it; or compare."""
+    """Print a traced step's ledger, critical path and what a stage would change, and draw it; or compare two runs."""
     run_dir = named_run(args)
     shown = _seen(run_dir, args)
     if args.other is not None:

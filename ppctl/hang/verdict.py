@@ -56,10 +56,10 @@ def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
 
 
 def root(rank_waits: Sequence[Wait]) -> Wait | None:
-    """The Wait of the rank for which all others wait in the end; None without ranks. The first that there is of: a
-    stopped rank, the end of a chain of waits, a rank within an action (a W for which no rank waits), a rank that waits
-    for none; of several, the one with the oldest state. In a circle of waits, the end is the wait for a sent message:
-    both ends wait, so it is lost between them. (A sender that computes or is stopped may not have delivered it.)"""
+    """The Wait of the rank for which all others wait in the end; None without ranks. Candidates, best first: stopped
+    ranks, ends of chains of waits, ranks within an action (a W for which no rank waits), ranks that wait for none; of
+    equals the one with the oldest state. A circle of waits ends at the wait for a sent message: both ends wait, so the
+    message is lost between them. (A sender that computes or is stopped may not have delivered it.)"""
     if not rank_waits:
         return None
     by_rank = {wait.state.rank: wait for wait in rank_waits}
@@ -133,7 +133,7 @@ def _exchanging(
 def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
     """(axis, ranks along it) if all these ranks are in the action of `culprit` and have started the same exchanges.
 
-    If one rank computed, the others would have gone on to the next exchange."""
+    Then no rank computes: if one did, the others would have gone on to the next exchange."""
     own = culprit.state
     if culprit.current is None or culprit.current.op is Op.REDUCE_GRAD or not own.working:
         return None
@@ -169,7 +169,7 @@ def _unreceived_send(
 
 
 def schedule_of(plan: Plan, state: RankState) -> Schedule:
-    """The schedule that a rank runs in a state: in training that of the step (batches may grow), else the forwards'."""
+    """The schedule that a rank runs in a state: in training its step's (the batch may grow), else forwards alone."""
     return plan.at_step(state.step).schedule if state.state == "training" else plan.forward_schedule
 
 

@@ -45,7 +45,7 @@ def nearest_there(path: Path) -> Path:
 
 
 def unused(path: Path) -> Path:
-    """`path` if it does not exist, else the first of `stem-2`, `stem-3`, ... that does not; `path` if all to 999 do."""
+    """`path` if it does not exist, else the first of `stem-2` to `stem-999` that does not; `path` if all exist."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in range(2, 1000))
     return next((each for each in (path, *numbered) if not os.path.lexists(each)), path)
 

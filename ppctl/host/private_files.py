@@ -39,7 +39,7 @@ def is_own_name(name: str) -> bool:
 
 
 def _prefix() -> str:
-    """The prefix of the names. It names this boot: machines may share a temporary directory, but not its locks."""
+    """The prefix of the names. It has this boot's id: machines may share a temporary directory, but not its locks."""
     return f"ppctl-{os.geteuid()}-{boot()[:8]}-"
 
 
@@ -178,7 +178,7 @@ def _sweep(place: Path) -> None:
 
 
 def _remove(path: Path, descriptor: int) -> None:
-    """Empty the open directory, whatever has its name now, and remove it."""
+    """Empty the open directory, whatever is at `path` by now, and remove `path` if it is an empty directory."""
     shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
     with suppress(OSError):
         path.rmdir()

@@ -20,13 +20,13 @@ __all__ = ["LayerType", "PipelineParallelLayerLayout", "even_layout"]
 
 
 class PipelineParallelLayerLayout:
-    """Configuration of custom pipeline parallel layer partitioning.
+    """Which layers live on which stage of a pipeline.
 
     `layout` is a string (`Et*3|(tt|)*29,m|L`) or a list with one list per stage, of `LayerType` members, their names or
     the letters. `pp_rank` binds the object to a rank, the default of the `get_*` methods; `key` is the config key that
     the user typed, for messages; `num_layers` and `mtp_num_layers` (None: not known) make suggestions fit the model.
-    Raises LayoutError: for a text that does not parse with all its mistakes, for a number of stages that is no multiple
-    of the pipeline's size with every problem of the layout, and for sizes and ranks out of range.
+    Raises LayoutError with all mistakes of a layout that cannot be read, else with every problem of the layout if its
+    number of stages is no multiple of the pipeline's size; also for sizes and ranks out of range.
 
     Attributes: `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size` (chunks per rank), `pp_rank`.
     """
@@ -114,13 +114,13 @@ class PipelineParallelLayerLayout:
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """How many layers of a kind all earlier stages hold: the 0-based id of this stage's first one."""
+        """The 0-based id of this stage's first layer of a kind: how many earlier stages hold. Raises LayoutError."""
         return self._offsets[LETTERS[LayerType(layer_type)]][self._stage(vp_stage, pp_rank)]
 
     def get_layer_id_list(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> list[int]:
-        """The global 0-based ids of this stage's layers of a kind."""
+        """The global 0-based ids of this stage's layers of a kind. Raises LayoutError."""
         offset = self.get_layer_offset(layer_type, vp_stage, pp_rank)
         return list(range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
@@ -140,7 +140,7 @@ class PipelineParallelLayerLayout:
 
     @staticmethod
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
-        """Parse the pipeline model parallel layout from a string."""
+        """Parse a layout string. Raises LayoutError as the constructor does."""
         return PipelineParallelLayerLayout(layout, pipeline_model_parallel_size)
 
     @staticmethod

@@ -32,7 +32,8 @@ class Rules(NamedTuple):
 
 
 def find_problems(rules: Rules) -> list[Problem]:
-    """A problem for every rule that the layout breaks. Each remedy's first line, if there is one, mends them all."""
+    """A problem for every rule that the layout breaks. Each remedy begins with the layout that mends them all; there is
+    none if it would be too large."""
     mended = mend(rules.stages, rules.pp, rules.num_layers, rules.mtp_num_layers)
     remedy = rules.source.override(canonical_text(mended)) if mended else ""
     return [
@@ -81,7 +82,7 @@ def _loss(rules: Rules) -> Iterator[Problem]:
 
 
 def _number(code: str, letter: str, key: str, rules: Rules) -> Iterator[Problem]:
-    """Yield a problem if the layout has more or fewer of these layers than the model's `key` says (None: not known)."""
+    """Yield a problem if the number of these layers is not the model's `key`; nothing if that is not known."""
     places, wanted = list(rules.find(letter)), getattr(rules, key)
     if wanted is not None and len(places) != wanted:
         message = f"the layout holds {_layers(len(places), letter)}, the model has {key}={wanted}"

@@ -29,7 +29,7 @@ class MetricsFile:
         self._tail = None if last is None else max(_LEAST_TAIL_BYTES, last * _MOST_OF_A_RECORD)
 
     def read(self) -> list[dict[str, Any]]:
-        """The new records, without damaged lines; an unfinished last line, which may be being written, has to wait."""
+        """The new records, without damaged lines. An unfinished last line stays for the next read."""
         try:
             with open_regular(self._path, follow=False) as file:
                 return [record for _, record in self._added(file)]
@@ -40,7 +40,7 @@ class MetricsFile:
             return []
 
     def drop_from(self, step: int) -> None:
-        """Cut the file before its first record of `step` or later, or behind its last whole line. Raises OSError."""
+        """Cut the file before its first record of `step` or later, else after its last whole line. Raises OSError."""
         with open_regular(self._path, follow=False) as file:
             size, self._tail = os.fstat(file.fileno()).st_size, _LEAST_TAIL_BYTES
             while True:

@@ -16,7 +16,7 @@ STATES = (
     *("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading"),
     *("loading kernels", "recording"),
 )
-"""The states, by their number in shared memory: new states come last."""
+"""The states. A state's place here is its number in shared memory, so new states come last."""
 NO_ACTION = -1
 EXCHANGING_AXES = ("tp", "cp", "ep", "etp")
 """The axes along which ranks exchange within an action."""

@@ -21,7 +21,7 @@ _HEAD = struct.Struct("<Q")
 """The number of bytes of the JSON."""
 
 Convert = Callable[[Any, BytesIO], Any]
-"""(value, raw) -> its JSON, or (JSON, raw) -> the value. Its bytes are appended to `raw`, or read from there."""
+"""(value, raw) -> its JSON, or (JSON, raw) -> the value. The value's bytes are appended to `raw`, or read there."""
 
 AS_TEXT: dict[Any, tuple[Callable[[Any], str], Callable[[str], Any]]] = {Path: (str, Path)}
 """Types that are sent as text -> (to text, from text). Modules that know further types add them."""

@@ -139,7 +139,7 @@ class Other(NamedTuple):
 
 
 def others(search: Search) -> Iterator[Other]:
-    """The values next to those of the first configuration, which must exist, on every axis; and tp over a machine."""
+    """The values next to the first configuration's (there must be one) of tp, cp, pp and ep; and tp over a machine."""
     first = search.found[0].configuration
     for at, axis in enumerate(AXES[:4]):
         taken = int(first[at])

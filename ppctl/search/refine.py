@@ -38,7 +38,7 @@ class Refined(NamedTuple):
 
 @dataclass
 class Refinement:
-    """Rows planned again."""
+    """Plans rows again, as far as a given amount of work goes."""
 
     space: SearchSpace
     rows: Sequence[AnswerRow]

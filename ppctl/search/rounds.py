@@ -76,7 +76,7 @@ class Filled(NamedTuple):
 
 
 def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
-    """Microbatches of `rounds` rounds (or the policy's least), for STEADY with the rest after whole rounds."""
+    """The number of microbatches in `rounds` rounds (or the policy's least); if STEADY, with the last partial round."""
     row = POLICIES[policy]
     least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
     return min(num_microbatches, num_microbatches % pp * (rounds == STEADY) + max(rounds * pp, least))

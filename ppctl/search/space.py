@@ -39,7 +39,7 @@ _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
 CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
 """Groups of keys that change together."""
 GROUPS = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
-"""Searched key -> the keys of which any that is typed or kept keeps it from being searched."""
+"""Searched key -> keys. If one of these is typed or kept, the searched key is fixed."""
 GIVEN = "as given"
 """The config's own recomputation, where it is not searched."""
 
@@ -106,7 +106,7 @@ class SearchSpace:
         return self.values_of(Configuration(tp, cp, pp, ep, etp, mbs, self.recomputations[0], vpp, name, sharding))
 
     def options(self, key: str, values: Sequence[int]) -> Sequence[int]:
-        """Only the config's value if the key is fixed (if that is null, tp's, as `etp` follows); else `values`."""
+        """The config's value alone if the key is fixed (if it is null, tp's, which `etp` follows); else `values`."""
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
     def axes(self) -> list[Configuration]:
