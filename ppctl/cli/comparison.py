@@ -53,8 +53,7 @@ def comparison(runs: Sequence[RunDir]) -> tuple[dict[str, Any], list[list[dict[s
     """(the differences and results of runs, which `--json` prints; each run's records by step).
 
     `keys` has a key's value in every run, `steps` the steps that all have done; `tokens_per_s` is each run's median.
-    Raises ConfigError (PP-E611) if a config cannot be read.
-    """
+    Raises ConfigError (PP-E611) if a config cannot be read."""
     from statistics import median  # fractions and decimals
 
     configs = [to_values(run.read_config()) for run in runs]

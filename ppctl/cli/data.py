@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "the path of .bin and .idx without these endings; with --format, files as `tokenize` takes them"
     show.add_argument("prefix", metavar="PREFIX", help=words)
     show.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default: 0)")
-    words = f"the number of its tokens to show (default: {_SHOWN_TOKENS})"
+    words = f"how many tokens of the document to show (default: {_SHOWN_TOKENS})"
     show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, metavar="N", help=words)
     show.add_argument("--tokenizer", metavar="DIR", help="byte, or a directory: also show the document as text")
     words = "read conversations (chat), or prompts with completions; + marks tokens that are trained on"

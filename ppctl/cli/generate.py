@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "draw each token by its probability, the logits divided by T (default: take the likeliest token)"
     parser.add_argument("--temperature", type=scale, metavar="T", help=words)
     parser.add_argument("--top-k", type=whole, metavar="K", help="draw from the K likeliest tokens")
-    parser.add_argument("--top-p", type=share, metavar="P", help="draw from the likeliest that add up to P")
+    parser.add_argument("--top-p", type=share, metavar="P", help="draw from the likeliest, up to a total probability P")
     parser.add_argument("--seed", type=int, metavar="N", help="the seed of the draws (default: 0)")
     words = "a tokenizer.json or its directory, or byte (default: the one that the weights came with)"
     parser.add_argument("--tokenizer", metavar="DIR", help=words)

@@ -207,6 +207,7 @@ def with_paths(config: RunConfig) -> RunConfig:
 
 
 def _note_rates(config: RunConfig, checkpoint: Path) -> None:
+    """Print a note on the learning rate if the checkpoint's run had another one."""
     with suppress(PpctlError, OSError, ValueError, ArithmeticError):
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):

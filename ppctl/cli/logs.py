@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         message = f"there is no {path.name} in {path.parent} (yet); there are: {names}"
         raise ConfigError(Problem("PP-E611", message, f"ppctl status {pasted(run_dir.path)}", str(run_dir.path)))
     if path.exists() and not path.stat().st_size and not args.follow:
-        note(f"{path} is empty: the rank has printed nothing")
+        note(f"{path} is empty: nothing was printed")
     _follow(run_dir, _log(path), args.lines, follow=args.follow)
     return 0
 

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 
 
 def _become(*arguments: str) -> NoReturn:
+    """Replace this process by the agent."""
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # while the agent imports
     os.execve(sys.executable, [*python("ppctl.agent"), *arguments], {"TORCH_CPP_LOG_LEVEL": "3"} | os.environ)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
     parser.add_argument("--dump-schedule", metavar="FILE.csv", help="write the schedule in torch's compute-only CSV")
     add_timeline_argument(parser)
-    words = "show what goes on if so many nodes are lost: 1,2,4 (docs/planning.md)"
+    words = "show with which plan a run goes on if so many nodes are lost: 1,2,4 (docs/planning.md)"
     parser.add_argument("--lost", metavar="N,N,...", help=words)
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="plan another system's config (docs/migrating.md)"

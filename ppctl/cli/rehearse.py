@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     problems = planning.without_memory(found)
     problems += _not_rehearsed(composed.config)
     if plan is not None and args.rank is not None and not 0 <= args.rank < plan.sizes.world:
-        message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"
+        message = f"--rank {args.rank} is no rank of the job: the ranks are 0 to {plan.sizes.world - 1}"
         problems.append(Problem("PP-E128", message, "--rank 0", "command line"))
     if args.timeline is not None:  # check the file first: a rehearsal takes a minute
         problems += unwritable(Path(args.timeline))
@@ -98,7 +98,7 @@ def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
         message = "autocast chooses dtypes by the kind of device, but a rehearsal runs on torch's meta device"
         yield Problem("PP-E128", message, "parallel.enable_autocast=false")
     if parallel.variable_seq_lengths:
-        message = "with parallel.variable_seq_lengths other ranks send message sizes, but a rehearsal has one rank"
+        message = "with parallel.variable_seq_lengths other ranks send message sizes, but a rehearsed rank is alone"
         yield Problem("PP-E128", message, "parallel.variable_seq_lengths=false")
     if config.train.compile:
         note("note: layers are rehearsed uncompiled (train.compile=true): what compiled ones keep is not measured")
@@ -125,10 +125,8 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
 
 
 def _measure_all(directory: Path, ranks: Sequence[int]) -> list[Rehearsed]:
-    """The measurements of each rank, in order; each rank is a process, and as many run at a time as there are cores.
-
-    Raises TrainingError (PP-E780) or ConfigError for the first rank that fails. No process outlives the call.
-    """
+    """The measurements of each rank, in order. Each rank is a process; as many run at a time as there are cores, and
+    none outlives the call. Raises TrainingError (PP-E780) or ConfigError for the first rank that fails."""
     waiting, found = [*ranks], dict[int, Rehearsed]()
     running = dict[int, tuple[subprocess.Popen[bytes], float]]()
     try:

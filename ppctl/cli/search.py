@@ -320,7 +320,7 @@ def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
         message = f"--{alone[0]} is for one number of nodes, but --nodes searches several"
         yield Problem("PP-E105", message, "nodes=4", PLACE)
     if not 0 <= (args.refine or 0) <= 86_400:
-        yield Problem("PP-E105", f"--refine {args.refine:g}: seconds from 0 to a day", "--refine 60", PLACE)
+        yield Problem("PP-E105", f"--refine {args.refine:g}: it must be 0 s to a day", "--refine 60", PLACE)
 
 
 def recipe(search: Search) -> str:

@@ -103,7 +103,7 @@ def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
     actions = of_one * max(args.microbatches, 1)
     if actions <= MOST_ACTIONS:
         return []
-    message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
+    message = f"about {actions:,} actions are too many; a simulation holds at most {MOST_ACTIONS:,}"
     few = 2 * _FEW_RANKS  # a V schedule needs 2 pp microbatches
     remedy = f"--microbatches {few}"
     if args.pp > _FEW_RANKS or few * of_one > MOST_ACTIONS:
@@ -141,7 +141,7 @@ def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("PP-E128", f"--memory {args.memory:g}: the memory must be above 0", "--memory 1", _PLACE)
     actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
     if MOST_SEARCHED < actions <= MOST_ACTIONS:
-        message = f"about {actions:,} actions; a search is made for at most {MOST_SEARCHED:,}"
+        message = f"about {actions:,} actions are too many; a search takes at most {MOST_SEARCHED:,}"
         yield Problem("PP-E128", message, "--microbatches 64", _PLACE)
 
 

@@ -120,8 +120,7 @@ def _plan_row(task: int, run: SweptRun) -> list[str]:
 def prepare(args: argparse.Namespace) -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems if it cannot be submitted.
 
-    Only a dry run accepts settings that this release cannot train (with a note), and it reads no files.
-    """
+    Only a dry run accepts settings that this release cannot train (with a note), and it reads no files."""
     from ppctl.data.load import examine
 
     began = time.perf_counter()

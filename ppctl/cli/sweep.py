@@ -43,7 +43,7 @@ _ORDER = ("finished", "queued", *STARTED)
 
 def add_multirun(parser: argparse.ArgumentParser, text: str) -> None:
     """Declare -m, which `config.argv` reads."""
-    words = f"a run for each combination of listed values (lr=1e-3,3e-3 seed=1,2): {text}; typed again, it goes on"
+    words = f"a run for each combination of listed values (lr=1e-3,3e-3 seed=1,2): {text}; again: go on with them"
     parser.add_argument("-m", "--multirun", action="store_true", help=words)
 
 

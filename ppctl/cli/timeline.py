@@ -44,7 +44,7 @@ def plain(picture: Picture) -> str:
 def unwritable(path: Path) -> list[Problem]:
     """The problem (PP-E129) of a file to which no picture can be written, as far as this is known before writing."""
     if path.suffix not in FORMS:
-        message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
+        message = f"--timeline {path}: its name must end in one of {', '.join(FORMS)}"
         name = pasted(f"{path.parent / path.stem}.html") if path.stem else "step.html"
         return [Problem("PP-E129", message, f"--timeline {name}", "command line")]
     reason = obstacle(path)

@@ -78,7 +78,7 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
     """The step that the arguments name, with one pipeline's trace. Raises ConfigError (PP-E129)."""
     step, plan = _step(run, args.step)
     if not 0 <= args.pipeline < plan.sizes.world:
-        message = f"--pipeline {args.pipeline}: ranks are 0 to {plan.sizes.world - 1}"
+        message = f"--pipeline {args.pipeline} is no rank of the run: the ranks are 0 to {plan.sizes.world - 1}"
         raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
     pipeline = RankGrid(plan.sizes).group_of("pp", args.pipeline)
     trace = step.trace(plan.schedule, pipeline)

@@ -344,6 +344,7 @@ def _problems(mistakes: Sequence[Mistake], remedy: str, source: LayoutSource) ->
 
 
 def _read_rows(layout: Any, source: LayoutSource, problems: list[Problem]) -> tuple[str, ...]:
+    """The letters of each stage of a list; adds to `problems` what is wrong with it."""
     if not isinstance(layout, (list, tuple)):
         message = f"a layout is a string or a list with one list per stage, not {type(layout).__name__}"
         problems.append(Problem("PP-E010", message, place=source.key))

@@ -119,6 +119,7 @@ class Tree:
         getattr(self, branch.level)(*branch.parts)
 
     def _add(self, seconds: float, size: int, level: str, *parts: Any) -> None:
+        """Add a branch. Its bound is at least that of the branch that is being divided."""
         self._made += 1
         heappush(self.heap, Branch(max(seconds, self._least), self._made, size, level, parts))
 

@@ -183,4 +183,4 @@ def test_a_picture_of_an_unknown_form_is_refused_before_anything_is_rehearsed(ca
     monkeypatch.setattr(rehearse, "_rehearse", lambda *_: pytest.fail("rehearsed for nothing"))
     for option in ("--timeline", "--page"):
         assert main(["rehearse", *SMALL, option, "step.png"]) == 2
-        assert "PP-E129: --timeline step.png: a picture is one of .html, .json, .txt" in capsys.readouterr().err
+        assert "PP-E129: --timeline step.png: its name must end in one of .html, .json, .txt" in capsys.readouterr().err
