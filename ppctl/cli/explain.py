@@ -189,7 +189,7 @@ def pages() -> dict[str, tuple[str, str]]:
 
 
 def code_of(topic: str) -> str:
-    """The code that `E101`, `pp-e101` or `PP-E101` means, whether or not it has a page."""
+    """The code that `E101`, `pp-e101` or `PP-E101` means; it need not have a page."""
     return topic.upper() if topic.upper().startswith("PP-E") else f"PP-{topic.upper()}"
 
 

@@ -36,7 +36,7 @@ def losses(asked: str, values: ConfigValues, plan: Plan) -> tuple[list[dict[str,
     except ConfigError as error:
         return [], "", list(error.problems)
     if max(lost) >= whole.nodes:
-        message = f"--lost {asked}: the plan has {number(whole.nodes, 'node')}, of which one must be left"
+        message = f"--lost {asked}: the plan has {number(whole.nodes, 'node')}, but one must be left"
         remedy = f"--lost {whole.nodes - 1}" if whole.nodes > 1 else ""
         return [], "", [Problem("PP-E105", message, remedy, values.cite("nodes", "gpus_per_node") or PLACE)]
     with patience_asked():

@@ -236,7 +236,7 @@ def _progress(step: int) -> Callable[[str], None]:
 
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
-    """Compare the checkpoints of the last step of which both runs have one; None if there is no such step."""
+    """Compare the checkpoints of the last step that both runs have saved; None if there is no such step."""
     by_step = [{checkpoint_folder.step_of(path): path for path in checkpoint_folder.kept(side.run.checkpoints)}
              for side in (first, second)]  # fmt: skip
     step = max(by_step[0].keys() & by_step[1].keys(), default=None)

@@ -114,7 +114,7 @@ def _displaced(changes: Mapping[str, list[Any]]) -> list[Problem]:
 
 
 def _forbidden(changes: Mapping[str, list[Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
-    """One problem for each key in `changes` with which a run of config `before` would compute something else."""
+    """One problem for each changed key that would make a run of config `before` compute something else."""
     reasons = {key: "" for key in changes if key in keys_with("mathematics")}
     effect = _effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:

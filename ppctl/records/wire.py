@@ -40,7 +40,7 @@ def packed(kind: Any, value: Any) -> bytes:
 
 
 def unpacked(kind: Any, data: bytes) -> Any:
-    """The value of which `packed` made `data`; floats have the same bits. Raises Malformed for other data."""
+    """The value that `packed` turned into `data`; floats have the same bits. Raises Malformed for other data."""
     with _refusing():
         end = _HEAD.size + _HEAD.unpack_from(data)[0]
         raw = BytesIO(data)

@@ -233,7 +233,7 @@ class Tree:
         return cast(StagePrices, made)
 
     def _largest(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
-        """The costs of stages with the largest microbatch of any division, with which a sample costs least."""
+        """The costs of stages with the largest microbatch of any division: a sample costs least with that."""
         return self._share(point._replace(micro_batch_size=self._samples), sizes)
 
     def _even(self, point: Configuration, sizes: ParallelSizes) -> float:
@@ -243,7 +243,7 @@ class Tree:
         return float(self.space.values["gbs"] / sizes.dp / sizes.pp * seconds)
 
     def _cut(self, pp: int, vpp: int) -> Cut:
-        """The Cut into stages with `vpp` chunks per rank, for which there is a layout."""
+        """The Cut of the layout with `vpp` chunks per rank; there must be such a layout."""
         layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
         return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, layout)))
 

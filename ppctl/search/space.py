@@ -110,8 +110,8 @@ class SearchSpace:
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
     def axes(self) -> list[Configuration]:
-        """Every division of the ranks with a decoder layer on each rank, as configurations of which only the axes
-        count. First come those with the fewest doublings between their sizes and the config's own."""
+        """Every division of the ranks with a decoder layer on each rank, as configurations whose other values mean
+        nothing. First come those with the fewest doublings between their sizes and the config's own."""
         own = [self.values[key] or self.values["tp"] for key in AXES]
         return sorted(
             self._all_axes(),
