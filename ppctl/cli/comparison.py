@@ -117,7 +117,7 @@ def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> I
 
 
 def _curves(records: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str], columns: int) -> Iterator[str]:
-    """A line per run and figure. Those of one figure have one scale, and grow with the steps that a run has done."""
+    """A line per run and figure. The lines of one figure have the same scale; their lengths follow the runs' steps."""
     steps = max((run[-1]["step"] for run in records if run), default=0) or 1
     for key, name in CURVES.items():
         values = [[math.nan if record.get(key) is None else record[key] for record in run] for run in records]

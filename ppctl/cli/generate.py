@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "a run (its last checkpoint), a checkpoint of any cut, or a Hugging Face directory"
     parser.add_argument("source", metavar="RUN|DIR", help=words)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; with --chat the user's message")
-    parser.add_argument("--tokens", type=whole, default=128, metavar="N", help="the most new tokens (default: 128)")
+    parser.add_argument("--tokens", type=whole, default=128, metavar="N", help="at most N new tokens (default: 128)")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the chat template, as a user's turn")
     parser.add_argument("--template", metavar="FILE", help="with --chat: the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before the prompt")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message before the prompt")
     words = "draw each token by its probability, the logits divided by T (default: take the likeliest token)"
     parser.add_argument("--temperature", type=scale, metavar="T", help=words)
     parser.add_argument("--top-k", type=whole, metavar="K", help="draw from the K likeliest tokens")

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
-    """The run's facts, its errors (the earliest first), each rank's last heartbeat, the job's state, and what next."""
+    """The run's facts, its errors (earliest first), each rank's last heartbeat, the job's state, the next command."""
     report = facts(run) | _progress(run)
     report["start_up"] = run.result().get("start_up") or run.status().get("start_up")
     report["slowest_edge"] = _slowest_edge(run.edges())

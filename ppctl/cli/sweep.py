@@ -110,7 +110,7 @@ def _of_runs(problem: Problem, labels: Sequence[str], count: int) -> Problem:
 
 
 def find_begun(swept: Sequence[SweptRun]) -> None:
-    """Set each's `run` and `state` to this user's run of its name and config: the first by `_ORDER`, or the newest."""
+    """Set `run` and `state` of each to this user's run of its name and config: the first by `_ORDER`, or the newest."""
     began: dict[Path, list[tuple[RunDir, dict[str, Any]]]] = {}
     for each in swept:
         config = each.launch.config

@@ -25,7 +25,7 @@ def why_one_queue_blocks(pp: int, queues: str | None) -> str | None:
 
 
 def machines(nodes: int | None, per_node: int | None, world: int) -> tuple[int, int]:
-    """(machines, ranks on each) for `world` ranks. A number that is None follows from the other; both: one machine."""
+    """(machines, ranks on each) for `world` ranks. If one number is None, it follows; if both are, on one machine."""
     if nodes is None:
         nodes = 1 if per_node is None else -(-world // per_node)
     return nodes, -(-world // nodes) if per_node is None else per_node

@@ -264,7 +264,7 @@ class Search:
         self.over: list[Planned] = []
         """Planned configurations that exceed the device's memory, the fastest first."""
         self.proved = self.compared = self.counted = False
-        """Whether nothing is faster by more than CLOSE; other divisions were planned; every division was counted."""
+        """Whether: nothing is faster by more than CLOSE; other divisions were planned; every division was counted."""
 
     @property
     def least(self) -> float:

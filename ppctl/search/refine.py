@@ -86,7 +86,7 @@ class Refinement:
         return faster
 
     def _plan(self, own: Refined, point: Configuration, words: Overrides) -> Plan | None:
-        """The plan of a configuration with `words`, taken from `left`; None if a rule forbids it, or it takes more."""
+        """The plan with `words`, whose work is taken from `left`; None if a rule forbids it, or too little is left."""
         values = self.space.values_of(point).overridden(words)
         if check(values.config, values.provenance):
             return None

@@ -67,8 +67,8 @@ class Remaining(NamedTuple):
 def remaining(whole: Whole, nodes: int) -> Remaining | None:
     """The configuration for the `nodes` that remain, with the global batch of the whole run; None if nothing fits.
 
-    It has the most replicas of the present cut that divide the batch and fit. If that leaves nodes over, another cut
-    replaces it that is faster by more than plans err (`BAND`); if no number of replicas fits, any other cut that fits.
+    It has the most replicas of the present cut that divide the batch and fit. If that leaves nodes over, a cut that is
+    faster by more than plans err (`BAND`) replaces it; if no number of replicas fits, any other cut that fits.
     """
     fewer, why = _fewer_replicas(whole, nodes)
     if fewer is not None and fewer.nodes == nodes:
