@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. Exit code 1 if something is wrong, else 0. Raises ConfigError for --model, --ranks."""
+    """Measure; rank 0 prints. Exit code 1 if something is wrong, else 0. Raises ConfigError for --model, --ranks."""
     if args.model is not None:
         remedy = f"ppctl plan {pasted(f'model.from={args.model}')} model.implementation=transformers"
-        raise ConfigError(Problem("PP-E116", "doctor --model: a plan proves that a model can be cut", remedy))
+        raise ConfigError(Problem("PP-E116", "doctor checks no --model: a plan proves that a model can be cut", remedy))
     if not 1 <= args.ranks <= 64:
-        raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: 1 to 64 processes", "--ranks 2", "command line"))
+        raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: it must be 1 to 64", "--ranks 2", "command line"))
     started = detect(os.environ)
     measured = _as_rank(started) if started.is_rank else _measure(args.ranks)
     if started.is_rank and started.rank != 0:
@@ -201,7 +201,7 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
 
 def _transports(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
-        return ["messages no launch.transport was tried: that takes a GPU for each of two ranks or more"]
+        return ["messages no launch.transport was tried: that takes at least two ranks with a GPU each"]
     lines = []
     for row in rows:
         result = f"no: {row['error']}" if row["error"] else f"right, {_time(row['seconds'])} a call of a miniature"
@@ -228,7 +228,7 @@ def _too_few_gpus(report: dict[str, Any]) -> list[str]:
     if not gpus or report.get("device") != "cpu":
         return []
     return [
-        f"         fewer than ranks: measured on the CPU; with launch.share_gpu=true the ranks of a run share {gpus}"
+        f"         fewer GPUs than ranks: measured on the CPU; launch.share_gpu=true lets a run's ranks share {gpus}"
     ]
 
 

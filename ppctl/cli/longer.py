@@ -71,7 +71,7 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
 
 
 def longer(run: str, config: RunConfig, done: int | None = None, steps: int | None = None, *more: str) -> str:
-    """The command that goes on until `steps` (None: as many again), with a rate that neither jumps nor is 0."""
+    """The command that goes on until `steps` (None: as many again) with `more`; the rate neither jumps nor is 0."""
     done = config.train.steps if done is None else done
     length: dict[str, Any] = {"steps": steps or 2 * done}
     length |= {key: None for key in ("train.samples", "train.tokens", "train.epochs") if config[key] is not None}
@@ -85,7 +85,7 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
-    """Values that keep the end of the decay and the rate there; none if the end is set."""
+    """Values that keep the decay's end where it is, at the present last step; none if the config sets the end."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
     return {"optim.lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}

@@ -129,8 +129,7 @@ def _plan_row(task: int, run: SweptRun) -> list[str]:
 def prepare(args: argparse.Namespace) -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems if it cannot be submitted.
 
-    Only a dry run accepts settings that this release cannot train (with a note), and it reads no files.
-    """
+    Only a dry run accepts settings that this release cannot train (with a note), and it reads no files."""
     from ppctl.data.load import examine
 
     began = time.perf_counter()
@@ -175,14 +174,14 @@ def _of_nodes(config: RunConfig, plan: Plan) -> Iterator[Problem]:
     """Yield the problems of a job whose nodes do not hold exactly the plan's ranks."""
     launch = config.launch
     if launch.device == "any":
-        message = "launch.device=any depends on the machine's GPUs, and the nodes of a job may have others"
+        message = "launch.device=any depends on the machine's GPUs, but the nodes of a job may have others"
         remedy = "launch.device=cuda\nlaunch.device=cpu"
         yield Problem("PP-E629", message, remedy, "launch.device = any")
     yield from other_size_of_nodes(launch, plan.sizes.world)
 
 
 def _job_to_wait_for(config: RunConfig) -> str | None:
-    """The job of the run `launch.after`, None if that has finished. Raises ConfigError if no job will finish it."""
+    """The job that will finish the run `launch.after`; None if there is no run to wait for. ConfigError without job."""
     if config.launch.after is None:
         return None
     before = find_run(config.launch.after, Path(config.log.dir))
@@ -191,7 +190,7 @@ def _job_to_wait_for(config: RunConfig) -> str | None:
         return None
     job = job_of(before)
     if job is None or not job.state or job.ended:
-        message = f"launch.after: run {before.id} is {state}, and no SLURM job will finish it"
+        message = f"launch.after: run {before.id} is {state}, but no SLURM job will finish it"
         remedy = f"ppctl requeue {pasted(before.path)}" if job else "launch.after=null"
         raise ConfigError(Problem("PP-E628", message, remedy, "launch.after"))
     return job.job
@@ -226,16 +225,16 @@ def _submit(waiting: Sequence[tuple[SweptRun, SlurmJob]]) -> None:
 
 
 def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:
-    """Yield the problems of jobs that differ in size or time limit, which an array job cannot."""
+    """Yield the problems of jobs that differ in size or time limit, which the tasks of an array job cannot."""
     own = ("--job-name=", "--output=")
     first, *others = [{line for line in directives(job) if not line.startswith(own)} for job in jobs]
     if odd := sorted({line for each in others for line in first ^ each}):
-        message = f"the runs of an array job have the same options of sbatch, and these differ: {', '.join(odd)}"
+        message = f"the runs of an array job must have the same options of sbatch, but these differ: {', '.join(odd)}"
         yield Problem("PP-E629", message, " && ".join(job.command for job in jobs), "command line")
 
 
 def _check_start(run_dir: RunDir) -> int:
-    """Raise ConfigError (PP-E627) after cancelling a job that can never start; else return its exit code 0."""
+    """Watch the new job for some seconds. If it can never start, cancel it and raise ConfigError (PP-E627); else 0."""
     deadline = time.monotonic() + _WATCHED
     while time.monotonic() < deadline:
         job = job_of(run_dir)

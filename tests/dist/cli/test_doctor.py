@@ -135,7 +135,7 @@ def row(transport: str, seconds: float | None, error: str | None = None) -> dict
         ([row("plain", 0.02), row("channels", 0.01)], "take launch.transport=channels"),
         ([row("plain", 0.02), row("channels", 0.03)], "take launch.transport=plain (the default on CUDA)"),
         ([row("plain", 0.02), row("channels", None, "no answer within 60 s")], "take launch.transport=plain"),
-        ([], "takes a GPU for each of two ranks or more"),
+        ([], "takes at least two ranks with a GPU each"),
     ],
 )
 def test_it_says_which_transport_to_take_or_what_it_could_not_try(rows: list[dict[str, Any]], told: str) -> None:

@@ -121,7 +121,7 @@ def test_no_text_is_no_data(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_document_beyond_the_last_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "tokenize", "*.*", "x"])
     assert main(["data", "show", "x", "--document", "4"]) == 2
-    assert "has documents 0 to 3, and 4 is not one of them" in capsys.readouterr().err
+    assert "has documents 0 to 3, but 4 is not one of them" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_and_leaves_nothing() -> None:

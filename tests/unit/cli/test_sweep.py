@@ -93,7 +93,7 @@ def test_ranks_of_another_launcher_are_those_of_one_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = front.parse("train", train, list(SWEEP))
-    with pytest.raises(Exception, match="PP-E106: -m starts several runs, and torchrun has started the ranks of one"):
+    with pytest.raises(Exception, match="PP-E106: -m starts several runs, but torchrun has started the ranks of one"):
         train.train_all(args, Started("torchrun", 0, 2), partial(train.prepare, started=Started("person")))
 
 
