@@ -77,9 +77,9 @@ def from_mapping(
 ) -> RunConfig:
     """The config that `mapping` describes; missing keys keep their defaults.
 
-    `place` maps a dotted key to the source of its value, `remedy` to the remedy for a value of a wrong type. A key may
-    have another of its dotted names, as in files of earlier versions. Raises ConfigError with every unknown key and
-    wrong type.
+    `place` maps a dotted key to the source of its value, `remedy` to the remedy for a value of a wrong type. `mapping`
+    may use another of a key's dotted names, as files of earlier versions do. Raises ConfigError with every unknown key
+    and wrong type.
     """
     named = names_of_keys("names")
     values = {named.get(name, name) if "." in name else name: value for name, value in leaves(mapping)}

@@ -53,7 +53,7 @@ def no_such_key(key: str, text: str) -> Problem:
         return Problem("PP-E101", f"there is no key {key}: model.lora trains adapters", adapters, PLACE)
     known = ALIASES.get(last) or meant_by(last)
     if known is not None and text_keys()[known].facts.support.state == LATER:
-        coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
+        coming = f"there is no key {key}; {known}, which is like it, comes in a later release: leave it out"
         return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
     # A similar name may mean something else: its value is not carried over.
