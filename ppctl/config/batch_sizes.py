@@ -129,8 +129,7 @@ def run_length(config: RunConfig) -> int | None:
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
-    """Findings about a run length given twice or inconsistently, or a batch ramp-up that never reaches the global batch
-    size or takes too many sizes."""
+    """Findings about a run length that is given twice, and about a batch ramp-up that no plan can follow."""
     train, key, full = config.train, "train.batch_rampup", "train.global_batch_size"
     if train.samples is not None and train.tokens is not None:
         message = "the length of the run is given twice: in samples and in tokens"

@@ -158,8 +158,7 @@ class Draft:
             self.put(weaker, self.values[stronger], f"derived: {stronger}")
 
     def _count_steps(self) -> None:
-        """Set train.steps from samples or tokens if their source is stronger, or drop these if it is weaker. A rule
-        compares equally strong ones."""
+        """Set train.steps from samples or tokens if these are stronger, drop them if weaker; a rule compares equals."""
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
             return

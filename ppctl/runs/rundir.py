@@ -2,7 +2,7 @@
 
 runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
                      edges.json profile.json holder.json submit.sbatch array.sbatch job.json life
-                     requeue.<job>.<restarts>
+                     requeue.<job>.<restarts> submit.yaml secret
                      logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
 """
 
@@ -50,7 +50,7 @@ def printable(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory. The constructor makes no file; `create` does."""
+    """One run's directory. The constructor makes no file; `create` does. Of an older start, writers raise PP-E779."""
 
     path: Path
 
@@ -138,7 +138,7 @@ class RunDir:
         return self.read_object("job.json", Job)
 
     def write_script(self, text: str, name: str = "submit.sbatch") -> None:
-        """Write submit.sbatch, or array.sbatch."""
+        """Write the script `name`: submit.sbatch, array.sbatch or submit.yaml."""
         self._write(name, text)
 
     # Written while the run goes on
@@ -212,7 +212,7 @@ class RunDir:
         return sorted((RankFailure.from_json(each) for each in records if each), key=lambda failure: failure.time)
 
     def has_error(self, rank: int) -> bool:
-        """Whether there is a failure of the rank."""
+        """Whether the rank's failure has been written."""
         return self._error(rank).exists()
 
     def _error(self, rank: int) -> Path:
@@ -224,8 +224,8 @@ class RunDir:
         write_atomically(self.flight_record(backend, rank), record, durable=False)
 
     def flight_record(self, backend: str, rank: int) -> Path:
-        """The file of a rank of torch's flight recorder of `backend` (gloo, nccl). Torch's tools need one prefix for
-        all ranks, and the rank at the end."""
+        """The file with what torch's flight recorder of `backend` (gloo, nccl) has of a rank. Torch's tools need one
+        prefix for all ranks, and the rank at the end."""
         return self.path / "errors" / f"flight_recorder_{backend}_rank_{rank}"
 
     def flight_records(self) -> list[Path]:
