@@ -122,7 +122,7 @@ class NodeAgent(SimpleElasticAgent):
         return {local: rank.rank for local, rank in enumerate(self._ranks)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of the host's ranks; writes failures that they could not. Raises RendezvousClosedError, SystemExit."""
+        """The state of this host's ranks; also writes their failures. Raises RendezvousClosedError and SystemExit."""
         codes, run = {rank.rank: rank.poll() for rank in self._ranks}, self.run_dir
         if self.rendezvous.is_closed() or time.monotonic() > self._deadline:
             raise RendezvousClosedError
@@ -130,7 +130,7 @@ class NodeAgent(SimpleElasticAgent):
             if time.monotonic() > self._next_look:
                 loaded = "start_up" in run.status()
                 with suppress(OSError):  # the next life asks again
-                    self._prepare(len(codes) * loaded, nice=10)  # beside training
+                    self._prepare(len(codes) * loaded, nice=10)  # while ranks train
                 self._next_look = math.inf if loaded else time.monotonic() + _LOOK_LOADED
             return RunResult(State.HEALTHY if None in codes.values() else State.SUCCEEDED, codes)
         if run.result():  # written when all ranks had done their work

@@ -155,7 +155,7 @@ def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) 
 
 
 def _multiple(draft: Draft) -> int:
-    """The number to a multiple of which the vocabulary is rounded; 1 if a factor is wrong, which `check` reports."""
+    """The vocabulary is rounded up to a multiple of this; 1 if a factor is wrong, which `check` reports."""
     divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
     sound = all(
         type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))

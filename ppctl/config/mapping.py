@@ -223,5 +223,5 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {int: _int, float: _float, bool: _bo
 def _published(value: Any) -> list[dict[str, str]]:
     rows = value if isinstance(value, list) else [value]
     if not all(isinstance(row, Mapping) and set(row) == PUBLISHED for row in rows):
-        raise ValueError("takes a list of rows, each with what, published, here and why")
+        raise ValueError("takes a list of rows, each with the fields what, published, here and why")
     return [{field: _text(row[field]) for field in ("what", "published", "here", "why")} for row in rows]

@@ -1,4 +1,4 @@
-"""Facts of a configuration key beside type and default: metadata of its field, written here, read by `keys.py`.
+"""The facts of a configuration key other than its type and default: metadata of the field, which `keys.py` reads.
 
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
 

@@ -239,7 +239,7 @@ class ModelParallelConfig:
     )
     """With cpu_offloading: move weights that autograd saves."""
     cpu_offloading_double_buffering: bool = key(
-        False, support=Support(IGNORED, "a layer is always fetched while the one behind it computes")
+        False, support=Support(IGNORED, "a layer is always fetched while the one after it computes")
     )
     """With cpu_offloading: two buffers when activations are fetched back."""
     barrier_with_L1_time: bool = key(
@@ -292,7 +292,7 @@ def _broken_deferral(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
     if not config.gradient_accumulation_fusion:
         yield "defer_embedding_wgrad_compute needs gradient_accumulation_fusion", remedy
     if config.wgrad_deferral_limit < 0:
-        message = f"wgrad_deferral_limit must be a number of microbatches, not {config.wgrad_deferral_limit}"
+        message = f"wgrad_deferral_limit must be 0 or more microbatches, not {config.wgrad_deferral_limit}"
         yield message, "parallel.wgrad_deferral_limit=0"
 
 

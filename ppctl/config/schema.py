@@ -70,9 +70,9 @@ class ModelConfig:
     hf_overrides: dict[str, str] = key(dict, training=True)
     """Other values for fields of config.json, if the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
     lora: dict[str, Any] = key(dict, training=True)
-    """Train low-rank adapters beside frozen weights, where the code is transformers': `rank` and `targets`, names of
-    the modules that get one, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank;
-    `layers`, `dropout`, and `modules_to_save`, names of modules that are trained whole beside them."""
+    """Train low-rank adapters beside frozen weights, if the code is transformers': `rank`, and `targets`, the names of
+    modules that get an adapter, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank;
+    `layers`; `dropout`; and `modules_to_save`, the names of modules that are trained whole."""
     transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """The description of a model whose code is transformers', as JSON. Set by model.from, never typed."""
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)
@@ -141,7 +141,7 @@ class ModelConfig:
         "auto", one_of("auto", "fused", "flash", "unfused"), names="--attention-backend", training=True
     )
     """`auto` takes the fastest kernel that fits (the run's first lines name it); `fused` takes cuDNN's or flash
-    attention, `flash` only this; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
+    attention, `flash` only the latter; `unfused` computes step by step and keeps scores, [heads, s, s] per sequence."""
     kernels: list[str] | None = key(None, PYTHON_NAMES, training=True)
     """Kernels that are not ppctl's, as [package.module:name]: values of ppctl.Kernel, which ranks import from where
     Python finds them (PYTHONPATH). Of several for one role, the first that fits serves (docs/kernels.md)."""
@@ -153,7 +153,7 @@ class ModelConfig:
     `a2a+p2p`: a2a among neighbours, p2p between their groups (parallel.hierarchical_context_parallel_sizes)."""
     fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
     """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
-    dtype. Embedding, output, router and norms stay in that dtype. A CPU emulates it. Plans count 16-bit activations."""
+    dtype. Embedding, output, router and norms stay in that dtype. A CPU emulates fp8. Plans count 16-bit activations."""
     fp8_recipe: str = key(
         "rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True, needs="model.fp8"
     )
@@ -282,7 +282,7 @@ class ParallelConfig(ModelParallelConfig):
     expert_dispatch: str = key("auto", one_of("flat", "by_node", "auto"))
     """How tokens reach experts on other ranks: `flat` sends a copy for every expert straight to the expert's rank;
     `by_node` sends one to each machine (launch.gpus_per_node) with some of a token's experts, which passes it on.
-    Results are the same bits. `auto` is by_node if possible. If fast links leave the machine (NVL72), take `flat`."""
+    Results are the same bits. `auto` is by_node if possible. If fast links join machines (NVL72), take `flat`."""
 
     def __post_init__(self) -> None:
         """Do nothing, unlike the base class: `checks.py` reports all problems together, and the plan derives values."""

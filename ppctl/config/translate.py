@@ -52,7 +52,7 @@ class FileSetting(NamedTuple):
     name: str
     """With its section, as `training.seq_len`; a flag with its dashes."""
     value: Any
-    """Plain data; of a flag the text, or the list of texts, behind it."""
+    """Plain data; for a flag, the text or the list of texts after it."""
     place: str
     """The file, and the line where it is known."""
 
@@ -85,7 +85,7 @@ def settings_of(path: Path, system: str | None = None) -> tuple[str, list[FileSe
     except (ValueError, RecursionError) as error:
         raise file.error(f"cannot be read: {str(error) or 'it is nested too deeply'}") from None
     if found is None:
-        message = f"{path} is not recognised as {', '.join(SYSTEMS.values())}, or is a recipe of ppctl's own"
+        message = f"{path} is not recognised as one of {', '.join(SYSTEMS.values())}; it may be a recipe of ppctl's own"
         raise ConfigError(Problem("PP-E115", message, pasted("ppctl", "plan", path), str(path)))
     if not 0 < len(settings) <= _MOST_SETTINGS:
         raise file.error(f"has {len(settings)} settings of {SYSTEMS[found]}, but may have only 1 to {_MOST_SETTINGS}")
@@ -345,7 +345,7 @@ def _of_the_shell(key: str, *, sized: bool) -> TranslatedFlag:
 
 
 def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:
-    """The meaning of one flag with the words after it, of which it takes as many as it can."""
+    """The meaning of one flag with as many of the words after it as it takes; None for an unknown flag."""
     if flag in TAKEN and not values and not TAKEN[flag].is_switch:
         return TranslatedFlag("", why=f"{flag} needs a value")
     is_list = takes_several(flag) and len(values) > (0 if flag in TAKEN else 1)

@@ -67,7 +67,7 @@ def _within_a_field(key: str, text: str) -> Problem | None:
     field, _, inner = key.removeprefix(f"{mapping}.").partition(".")
     if not key.startswith(f"{mapping}.") or not inner:
         return None
-    message = f"{key}: a field of config.json is set as a whole, as JSON with all that it has"
+    message = f"{key}: a field of config.json can only be set as a whole, as JSON with all its parts"
     value = text if text.replace(".", "", 1).isdecimal() or text in ("true", "false", "null") else f'"{text}"'
     example = f'{mapping}.{field}={{"{inner}": {value}}}'
     return Problem("PP-E101", message, pasted(example), PLACE)

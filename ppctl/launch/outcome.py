@@ -168,7 +168,7 @@ def _where(run: RunDir, first: RankFailure, state: RankState | None) -> tuple[in
 def _between(run: RunDir, ends: Sequence[int]) -> str:
     hosts = dict(enumerate(run.edges().get("hosts", ())))
     named = [f"rank {rank}" + (f" on {hosts[rank]}" if rank in hosts else "") for rank in ends]
-    return f"the connection from {' to '.join(named)} broke, and no rank had reported a failure before"
+    return f"the connection from {' to '.join(named)} broke before any rank had reported a failure"
 
 
 def _other_ranks(later: Sequence[RankFailure], world_size: int) -> str:

@@ -74,7 +74,7 @@ def _before_exec(waits: bool) -> Callable[[], None]:
 
 
 class RankProcess:
-    """A started rank in a session of its own. Start all ranks before any thread: the child runs Python before exec."""
+    """A started rank in a session of its own. Start all ranks before any thread: a child runs Python before exec."""
 
     _waits = False
 

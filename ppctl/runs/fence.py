@@ -59,7 +59,7 @@ def newest(run: Path) -> str:
 
 
 def latest(told: str, job: str, run: Path) -> str:
-    """The run's newest start if it is of an agent's `job`, where the agent may have stood by; else the one `told`."""
+    """The run's newest start if its job is `job` or that of `told`: an agent may have stood by in it. Else `told`."""
     with suppress(OSError, UnicodeDecodeError):
         newest = read_text(run / "life")
         if newest.rpartition(".")[0] in {job, told.partition(" ")[0].rpartition(".")[0]} - {""}:

@@ -94,7 +94,7 @@ class RunDir:
         self._write("config.yaml", yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self, name: str = "config.yaml") -> RunConfig:
-        """Read config.yaml, or an earlier start's config. Raises ConfigError (PP-E611) if it is missing or invalid."""
+        """Read config.yaml, or an earlier start's. Raises ConfigError: PP-E611 without one, else as `from_mapping`."""
         from ppctl.config.mapping import from_mapping
         from ppctl.config.yaml_file import read_yaml, shown
 
@@ -126,7 +126,7 @@ class RunDir:
         append(self.path / "command.txt", line + "\n")
 
     def commands(self) -> list[str]:
-        """The command lines, oldest first."""
+        """The command lines, oldest first. Raises ConfigError (PP-E611) without them."""
         return self._parsed("command.txt", lambda data: data.decode().splitlines())
 
     def write_job(self, job: str, cluster: str, **more: str) -> None:
@@ -153,7 +153,7 @@ class RunDir:
         return self.metrics_file().read()
 
     def metrics_file(self, *, last: int | None = None, at: int = 0) -> MetricsFile:
-        """A reader of metrics.jsonl as it grows."""
+        """A reader of metrics.jsonl as it grows, from byte `at` on; its first read may have only the `last` records."""
         return MetricsFile(self.metrics_path, partial(self._leave_out, "metrics.jsonl"), last=last, at=at)
 
     def drop_metrics_from(self, step: int) -> None:
