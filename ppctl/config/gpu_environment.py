@@ -34,7 +34,7 @@ def gpu_environment(
     config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str], *, routed: bool
 ) -> tuple[dict[str, str], list[Problem]]:
     """(`launch_env` and the missing variables that a rank on a GPU needs, problems of those that are set). `environ` is
-    what ranks inherit; `launch_env` is stronger. `routed`: whether the model, whoever's code runs it, has experts."""
+    what ranks inherit; `launch_env` is stronger. `routed`: whether the model, in any code, has routed experts."""
     added = dict(launch_env)
     if QUEUES not in environ:
         added.setdefault(QUEUES, MOST_QUEUES)

@@ -62,7 +62,7 @@ class KubernetesConfig:
     claim: str | None = key(None, _CLAIM, jobs="kubernetes")
     """The volume claim (ReadWriteMany) with the run directories: all pods write to it."""
     mount: str = key("/runs", _MOUNT, jobs="kubernetes")
-    """Where the pods see that volume; the run's directory in them is MOUNT/NAME/ID."""
+    """Where the pods see the volume of `claim`; the run's directory in them is MOUNT/NAME/ID."""
     queue: str | None = key(None, _DNS_NAME, jobs="kubernetes")
     """Kueue: the LocalQueue that admits the run; none: Kueue does not take part."""
     topology: str | None = key(None, _RESOURCE, jobs="kubernetes", needs="launch.kubernetes.queue")
@@ -99,9 +99,9 @@ class LaunchConfig:
     """Where the ranks run."""
 
     target: str = key("local", one_of("local", "slurm", "kubernetes", "env"))
-    """`local`, `slurm`, `kubernetes` or `env` (ranks that ppctl does not start)."""
+    """What starts the ranks: `local`, `slurm`, `kubernetes` or `env` (ranks that ppctl does not start)."""
     device: str = key("cuda", one_of("cuda", "cpu", "any"))
-    """`cuda`, `cpu`, or `any` (cuda where there are enough GPUs)."""
+    """What the ranks compute on: `cuda`, `cpu`, or `any` (cuda if there are enough GPUs)."""
     nodes: int | None = key(None, positive(MOST_RANKS), names="nodes", known_as="--nnodes", options="-N --nodes")
     """Machines; none means as many as the layout needs (one, where the run is local)."""
     gpus_per_node: int | None = key(
@@ -171,11 +171,11 @@ class LaunchConfig:
     container_mounts: list[str] | None = key(
         None, options="--container-mounts", jobs="slurm", support=_PYXIS, needs=_CONTAINER
     )
-    """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
+    """SLURM with pyxis: what is mounted in the container, as SRC:DST[:FLAGS]."""
     container_workdir: str | None = key(
         None, ONE_LINE, options="--container-workdir", jobs="slurm", support=_PYXIS, needs=_CONTAINER
     )
-    """SLURM with pyxis: the directory to start in."""
+    """SLURM with pyxis: the directory in the container that ranks start in."""
     setup: list[str] | None = key(None, jobs="slurm", lines=True)
     """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
     health_check: str | None = key(None, ONE_LINE, verbatim=True, jobs="slurm")

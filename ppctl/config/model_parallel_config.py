@@ -141,7 +141,7 @@ class ModelParallelConfig:
     enable_autocast: bool = False
     """Run the forward step inside torch.autocast."""
     autocast_dtype: Any = key(None, mathematics=True, needs="parallel.enable_autocast=true")
-    """dtype of that autocast; none takes pipeline_dtype, else params_dtype."""
+    """dtype of the autocast of enable_autocast; none takes pipeline_dtype, else params_dtype."""
     num_microbatches_with_partial_activation_checkpoints: int | None = key(
         None, not_negative(MOST_SAMPLES), needs="train.recompute_granularity=full"
     )

@@ -36,7 +36,7 @@ def fitted_moe_layer_freq(model: ModelConfig) -> str:
 
 
 def _listed(model: ModelConfig) -> tuple[bool, ...] | None:
-    """The entries of `moe_layer_freq`, for any number of layers; None if it is no list."""
+    """The entries of `moe_layer_freq`, a list with any number of entries; None if it has no valid form."""
     freq = model.moe_layer_freq
     if isinstance(freq, str | int):
         return _read(freq, model.num_layers)

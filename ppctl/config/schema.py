@@ -118,11 +118,11 @@ class ModelConfig:
     original_max_position_embeddings: int = key(
         4096, positive(MOST_TOKENS), known_as="--yarn-original-max-position-embeddings"
     )
-    """Longest sequence before the extension."""
+    """Longest sequence of the model before its context was extended (rotary_scaling_factor)."""
     beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast")
     """Frequencies with more rotations than this within the original length are kept (llama3: high_freq_factor)."""
     beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow")
-    """Frequencies with fewer rotations are divided by the factor, those between interpolated (low_freq_factor)."""
+    """Frequencies with fewer rotations are divided by the factor (llama3: low_freq_factor), others interpolated."""
     mscale: float = key(1.0, not_negative())
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
     mscale_all_dim: float = key(0.0, not_negative(), needs="model.multi_latent_attention=true")
@@ -153,7 +153,7 @@ class ModelConfig:
     `a2a+p2p`: a2a among neighbours, p2p between their groups (parallel.hierarchical_context_parallel_sizes)."""
     fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
     """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
-    dtype. Embedding, output, router and norms stay in that dtype. A CPU emulates fp8. Plans count 16-bit activations."""
+    dtype. Embedding, output, router and norms keep that dtype. A CPU emulates fp8. Plans count 16-bit activations."""
     fp8_recipe: str = key(
         "rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True, needs="model.fp8"
     )
@@ -186,7 +186,7 @@ class ModelConfig:
     moe_shared_expert_intermediate_size: int | None = key(None, positive(MOST_INNER_WIDTH))
     """Total width of the shared experts; none means no shared expert."""
     moe_layer_freq: Any = 1
-    """1: every layer is MoE; N: every N-th; a list of 0/1 or Megatron's expression, as "[0]*3+[1]*58"."""
+    """The layers that are MoE: 1, every one; N, every N-th; a list of 0/1, or an expression, as "[0]*3+[1]*58"."""
     moe_router_score_function: str = key("softmax", one_of("softmax", "sigmoid"))
     """How scores are normalised: `softmax` or `sigmoid`."""
     moe_router_pre_softmax: bool = False
@@ -194,15 +194,15 @@ class ModelConfig:
     moe_router_enable_expert_bias: bool = False
     """Balance experts by a bias on their scores instead of by a loss."""
     moe_router_bias_update_rate: float = key(1e-3, not_negative(), training=True)
-    """Step size of that bias."""
+    """Step size of the bias of moe_router_enable_expert_bias."""
     moe_router_num_groups: int | None = key(None, positive(MOST_HEADS))
     """Groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = key(None, positive(MOST_HEADS))
-    """Groups that a token may be routed to."""
+    """Groups of experts that a token may be routed to."""
     moe_router_topk_scaling_factor: float | None = key(None, positive())
     """Factor on the chosen experts' weights."""
     moe_router_load_balancing_type: str = key("aux_loss", one_of("aux_loss", "seq_aux_loss", "none"), training=True)
-    """`aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
+    """The loss that balances experts: `aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
     moe_aux_loss_coeff: float = key(0.0, not_negative(), training=True)
     """Weight of the balancing loss."""
     moe_z_loss_coeff: float | None = key(None, not_negative(), training=True)
@@ -241,7 +241,7 @@ class ParallelConfig(ModelParallelConfig):
     """Megatron's ModelParallelConfig, the layout and the data-parallel size."""
 
     data_parallel_size: int | None = key(None, positive(MOST_RANKS), names="dp")
-    """None derives it: world / (tp x cp x pp)."""
+    """Copies of the model (dp); none derives them: world / (tp x cp x pp)."""
     order: str = key(ORDER, RANK_ORDER)
     """Order in which ranks are numbered along the axes, neighbours first: tp, cp, ep, dp and pp, once each. For
     experts, etp takes the place of tp and edp that of dp."""

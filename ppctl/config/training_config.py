@@ -62,7 +62,7 @@ class DataConfig:
     )
     """A Jinja file that renders messages; none: the tokenizer's own template."""
     pack: bool = key(False, needs="data.format=chat,completion")
-    """Put several conversations into a row, kept apart (reset_attention_mask and reset_position_ids); false: one."""
+    """Put several conversations into a row, separated by reset_attention_mask and reset_position_ids; false: one."""
     too_long: str = key(REFUSE, one_of(REFUSE, CUT, LEAVE_OUT), needs="data.format=chat,completion")
     """The treatment of a conversation longer than a row: `refuse`, `cut` (its end) or `leave_out`."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
@@ -116,7 +116,7 @@ class OptimConfig:
     before it a piece goes to `lr` (if constant, immediately) until so many updates or tokens are done. By default `lr`
     is min_lr; if constant, the rate before."""
     weight_decay: float = key(0.1, not_negative())
-    """Not applied to norms, biases and embeddings."""
+    """Decay of the weights in an update; not applied to norms, biases and embeddings."""
     beta1: float = key(0.9, BELOW_ONE, known_as="--adam-beta1")
     """Decay of the running mean of gradients."""
     beta2: float = key(0.95, BELOW_ONE, known_as="--adam-beta2")
@@ -126,7 +126,7 @@ class OptimConfig:
     clip_grad: float = key(1.0, not_negative())
     """Largest global gradient norm; 0 does not clip."""
     loss_scale: float | None = key(None, positive(), needs="parallel.fp16=true")
-    """fp16: a fixed loss scale; none adjusts it by the rule below."""
+    """fp16: a fixed loss scale; none adjusts it, by loss_scale_window and hysteresis."""
     initial_loss_scale: float = key(2.0**32, positive(), needs="parallel.fp16=true")
     """fp16: the initial loss scale; the first steps overflow until it fits, and are skipped."""
     min_loss_scale: float = key(1.0, positive(), needs="parallel.fp16=true")
@@ -184,7 +184,7 @@ class TrainConfig:
     recompute_num_layers: int | None = key(
         None, positive(MOST_STAGES), names="--recompute-num-layers model.recompute_num_layers", needs=_LAYERS
     )
-    """full: that N; none means 1 for `uniform`, every layer for `block`."""
+    """full: the N of recompute_method; none means 1 for `uniform`, every layer for `block`."""
     recompute_modules: list[str] | None = key(
         None,
         names="--recompute-modules model.recompute_modules",

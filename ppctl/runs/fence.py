@@ -28,7 +28,7 @@ _looked = -_LEASE
 
 
 def variables(name: str, run: Path) -> Mapping[str, str]:
-    """The variable of a rank of the start `name`, with its value."""
+    """The environment variable that tells a rank its start `name`, with its value."""
     return {LIFE: f"{name} {run / 'life'}"}
 
 

@@ -50,7 +50,7 @@ def printable(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory. The constructor makes no file; `create` does. Of an older start, writers raise PP-E779."""
+    """One run's directory. The constructor makes no file; `create` does. In an older start writers raise PP-E779."""
 
     path: Path
 
