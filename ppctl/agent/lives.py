@@ -52,6 +52,6 @@ def why(run: RunDir, before: Sequence[str], now: Sequence[str]) -> str:
 
 
 def fruitless(lives: Sequence[Mapping[str, Any]]) -> int:
-    """How many lives in a row, ending with the last but one, have done no new step."""
+    """How many of `lives` in a row, ending with the last but one, have done no new step."""
     new = [after["step"] > before["step"] for before, after in pairwise(lives)]
     return len(list(takewhile(lambda each: not each, reversed(new))))

@@ -96,8 +96,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
         return handler
 
     def _before_look(self) -> None:
-        """Wait, so that agents that had ranks look first. Raises ConfigError (PP-E658) in a surplus agent, once all
-        lost ones have been noticed, and RendezvousTimeoutError if there are too few agents and no other comes."""
+        """Wait in an agent without ranks, so that others look first. Raises ConfigError (PP-E658) if it is surplus once
+        all lost ones have been noticed, and RendezvousTimeoutError if there are too few agents and no other comes."""
         NodeRendezvous.answer()
         state, now = self._state_holder.state, time.monotonic()
         if self.nobody_comes and self.has_begun:

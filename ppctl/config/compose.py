@@ -101,7 +101,7 @@ def override(
     for_training: bool = False,
     count_samples: CountSamples | None = None,
 ) -> Composed:
-    """`config` with `overrides` on top, for `resume`: another recipe or model is a problem. If overrides change pp, vpp
+    """`config` with `overrides` on top, for `resume`: a choice of recipe or model is a problem. If they change pp, vpp
     or the model's layers and give no layout, the old layout is dropped, with a note. Raises RefusedError."""
     arguments = _read(overrides)
     choices, values = split_choices(arguments)

@@ -33,7 +33,7 @@ _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
 def gpu_environment(
     config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str], *, routed: bool
 ) -> tuple[dict[str, str], list[Problem]]:
-    """(`launch_env` and the missing variables that a rank on a GPU needs, problems of those that are set). `environ` is
+    """(`launch_env` and the missing variables that a rank on a GPU needs, problems of wrongly set ones). `environ` is
     what ranks inherit; `launch_env` is stronger. `routed`: whether the model, in any code, has routed experts."""
     added = dict(launch_env)
     if QUEUES not in environ:

@@ -175,7 +175,7 @@ class ModelParallelConfig:
     tp_comm_atomic_rs: bool = key(False, support=_DEPRECATED)
     """Deprecated atomic form of the pipelined reduce-scatter."""
     cross_entropy_loss_fusion: bool = key(
-        False, support=Support(note="ppctl's own loss is always so; plans of Megatron's memory depend on this key")
+        False, support=Support(note="ppctl's own loss is always fused; plans of Megatron's memory depend on this")
     )
     """Use a fused cross entropy, in which ranks that share a vocabulary gather no logits."""
     cross_entropy_fusion_impl: str = key(

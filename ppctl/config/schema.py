@@ -241,7 +241,7 @@ class ParallelConfig(ModelParallelConfig):
     """Megatron's ModelParallelConfig, the layout and the data-parallel size."""
 
     data_parallel_size: int | None = key(None, positive(MOST_RANKS), names="dp")
-    """Copies of the model (dp); none derives them: world / (tp x cp x pp)."""
+    """Replicas of the model (dp); none derives them: world / (tp x cp x pp)."""
     order: str = key(ORDER, RANK_ORDER)
     """Order in which ranks are numbered along the axes, neighbours first: tp, cp, ep, dp and pp, once each. For
     experts, etp takes the place of tp and edp that of dp."""

@@ -116,7 +116,7 @@ class OptimConfig:
     before it a piece goes to `lr` (if constant, immediately) until so many updates or tokens are done. By default `lr`
     is min_lr; if constant, the rate before."""
     weight_decay: float = key(0.1, not_negative())
-    """Decay of the weights in an update; not applied to norms, biases and embeddings."""
+    """Weight decay of the optimizer; not applied to norms, biases and embeddings."""
     beta1: float = key(0.9, BELOW_ONE, known_as="--adam-beta1")
     """Decay of the running mean of gradients."""
     beta2: float = key(0.95, BELOW_ONE, known_as="--adam-beta2")
