@@ -50,7 +50,7 @@ def printable(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory. The constructor makes no file; `create` does. In an older start writers raise PP-E779."""
+    """One run's directory. The constructor makes no file; `create` does. In older starts most writers raise PP-E779."""
 
     path: Path
 
@@ -201,7 +201,7 @@ class RunDir:
     # How it ended
 
     def write_error(self, failure: RankFailure) -> None:
-        """Write errors/rank-NNNN.json: the first thing that a failing rank does."""
+        """Write errors/rank-NNNN.json: the first thing that a failing rank does, in an older start as well."""
         (self.path / "errors").mkdir(exist_ok=True)
         write_atomically(self._error(failure.rank), json.dumps(failure.to_json()) + "\n")
 
