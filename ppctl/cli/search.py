@@ -59,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="N,N,...", help=words)
     words = "show where this configuration stands, and what one change would give: 'tp=8 pp=4'"
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help=words)
-    words = (
-        f"plan all rows again with layout=auto and more (default: {_REFINED} rows, about {_SECONDS:g} s; 0: none)"
-    )
+    words = f"plan all rows again with layout=auto and more (default: {_REFINED} rows, about {_SECONDS:g} s; 0: none)"
     parser.add_argument("--refine", type=float, metavar="SECONDS", help=words)
     parser.add_argument("--html", metavar="FILE.html", help="draw memory against seconds of a step into a page")
     parser.add_argument("--write", metavar="FILE.yaml", help="write the first configuration as a recipe")

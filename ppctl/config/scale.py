@@ -30,7 +30,7 @@ VOCABULARY = 320
 STEPS = 20
 """The most optimizer steps."""
 WORK = 10_000
-"""The most layers x microbatches of all steps: about two minutes of a two-core machine."""
+"""The most layers x microbatches of all steps: about two minutes on a two-core machine."""
 LAYERS = 8
 """Decoder layers under `axes`: at most two for each of its 4 stages."""
 AXIS = 2

@@ -54,7 +54,7 @@ def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 
 def new_run(launch: Launch, started: Started) -> RunDir:
-    """Make the run directory, or return the existing one of a job that its starter has restarted."""
+    """Make the run directory, or set the existing one of a job that its starter has restarted to go on."""
     root, name = Path(launch.config.log.dir), launch.config.log.name
     before = RunDir(root.absolute() / name / str(started.run_id))
     if started.run_id and (before.path / "config.yaml").exists() and _is_restart(started, before):

@@ -371,7 +371,7 @@ def test_the_kernels_line_says_how_weights_are_multiplied():
     [
         ("model.fp8=e4m3", "bfloat16 weights"),
         ("model.fp8=e4m3 parallel.bf16=true parallel.enable_autocast=true", "without autocast"),
-        ("model.fp8=e4m3 parallel.bf16=true model.ffn_hidden_size=712", "multiples of 16, and this is 712"),
+        ("model.fp8=e4m3 parallel.bf16=true model.ffn_hidden_size=712", "multiples of 16, but this is 712"),
         ("model.fp8=e4m3 parallel.bf16=true model.num_query_groups=1 model.kv_channels=24", "this is 24"),
         ("model.fp8_recipe=blockwise", "has an effect only with model.fp8"),
         ("model.fp8=e4m3 parallel.bf16=true model.fp8_recipe=delayed", "rowwise"),
