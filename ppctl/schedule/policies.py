@@ -241,7 +241,7 @@ def make_schedule(
     if problems or policy is None:
         raise ScheduleError(problems)
     if not policy.runs(vpp):
-        message = f"{name} runs {policy.chunks_in_words}, and vpp is {vpp}"
+        message = f"{name} runs {policy.chunks_in_words}, but vpp is {vpp}"
         remedy = f"pipeline.pp_schedule={policy.for_more_chunks}" if policy.for_more_chunks else f"vpp={policy.chunks}"
         raise ScheduleError(Problem("PP-E305", message, remedy))
     if num_microbatches < policy.needs_microbatches(pp):

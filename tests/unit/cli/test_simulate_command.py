@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys:
         ["gpipe", "3"],
         ["interleaved_zero_bubble", "3"],
     ]
-    assert "without v_half: v_half runs two chunks per rank, down a V and back up, and vpp is 3" in three
+    assert "without v_half: v_half runs two chunks per rank, down a V and back up, but vpp is 3" in three
 
 
 def test_the_picture_of_all_schedules_is_what_its_script_draws() -> None:
