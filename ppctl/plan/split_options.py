@@ -224,8 +224,7 @@ def _modules(number: int, part: Any, anatomy: Anatomy | None) -> Iterator[str | 
 
 
 def _foreign_module(number: int, name: str, anatomy: Anatomy) -> Iterator[str | int]:
-    """Yield the layer or module of a name, which may lack the inner model's prefix, in a transformers model; nothing
-    for rotary embeddings. Raises Unfit for a name unknown to the model."""
+    """Yield the layer or module of a name, with or without the inner model's prefix. Raises Unfit if it is unknown."""
     inner = anatomy.layers.partition(".")[0]
     full = {name, f"{inner}.{name}"}
     layer = next((each.rpartition(".")[2] for each in full if each.startswith(f"{anatomy.layers}.")), "")
