@@ -84,7 +84,7 @@ def amount(size: int) -> str:
 
 
 def size_text(size: int) -> str:
-    """`amount`; below a MiB the number of bytes."""
+    """The text of `amount`; below a MiB, the number of bytes."""
     return amount(size) if size >= MIB else f"{size:,} bytes"
 
 

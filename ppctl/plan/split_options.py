@@ -161,7 +161,7 @@ def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
     """(layout, reason) by NeMo's rule: ceil(layers / layers_per_stage) stages, rounded if asked, then split evenly."""
     layers, pp, size, mode = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
-        raise Unfit(f"{ROUND}={mode} rounds the stages that {PER_STAGE} makes, which is not set", {ROUND: None})
+        raise Unfit(f"{ROUND}={mode} rounds the stages of {PER_STAGE}, which is not set", {ROUND: None})
     policy = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
     single = POLICIES[policy].chunks == 1 if policy and policy != AUTO else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, mode)

@@ -121,7 +121,7 @@ class _StepInProgress:
 
 
 class OrderByRule(_StepInProgress):
-    """The rows that `rule` makes if pp_rank r holds at most `limits[r]` (no more than the lanes' own limit). `made`
+    """The rows that `rule` makes if pp_rank r holds at most `limits[r]`, which must not exceed the lanes' limit. `made`
     returns None if a limit has no room for one microbatch on all stages of its rank."""
 
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
@@ -216,8 +216,8 @@ class WeightsPlaced(_StepInProgress):
         self.reserve = [lanes.reserve(pp_rank) for pp_rank in range(len(rows))]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The next lane of the order if it can start; else a W, if memory needs it or it fits a pause. A forward leaves
-        room for the memory that an I adds."""
+        """The next lane of the order if it can start; else a W, if memory needs one or the W fits a pause. A forward
+        leaves room for the memory that an I adds."""
         order, at, owed, lanes = self.order[pp_rank], self.at[pp_rank], self.owed[pp_rank], self.lanes
         arrival = _NEVER
         full = False

@@ -33,14 +33,14 @@ class RankStamps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """The spans of every rank in `step`."""
+    """One step, as every rank stamped it."""
 
     step: int
     ranks: tuple[RankStamps, ...]
     """The stamps of each rank."""
 
     def to_json(self) -> dict[str, Any]:
-        """Times in whole microseconds since the first rank began."""
+        """Plain data, with times in whole microseconds since the first rank began."""
         zero = min(rank.begin for rank in self.ranks)
 
         def since(seconds: float) -> int:
@@ -102,7 +102,7 @@ class TimeLedger:
     drain: float = 0.0
     """Seconds after the rank's last action, until the last action of its pipeline was over."""
     agreement: float = 0.0
-    """Seconds from there until the reports of all ranks had come: sums, the norm, and other pipelines."""
+    """Seconds from then until the reports of all ranks had come: sums, the norm, and other pipelines."""
     optimizer: float = 0.0
     """Seconds of clipping and update; on a GPU, which may do them later, the host's part."""
     others: float = 0.0
