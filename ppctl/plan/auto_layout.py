@@ -190,7 +190,7 @@ class LayoutSearch:
             candidate, score = best, better
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The most promising new neighbours, by score, and by the stages' evenness, which counts more in short steps."""
+        """The most promising new neighbours by score, and by evenness of the stages, which counts more in short steps."""
         fresh = [self.scores.promise(move) for move in self.space.moves(candidate) if move not in self.results]
         by_score = sorted(fresh)[: NEIGHBOURS // 2]
         by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]
@@ -219,7 +219,7 @@ class LayoutSearch:
 
 
 def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
-    """For each possible stage of the MTP layers a candidate filled to a bound; for the last two also even shares."""
+    """For each possible stage of the MTP layers a candidate with filled stages; for the last two also even shares."""
     last = space.num_stages - 1
     for home in space.homes:
         counted: list[Sequence[int]] = [_filled(space, scores, home)]

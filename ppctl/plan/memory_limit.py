@@ -238,7 +238,7 @@ def _group_sizes(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
 
 
 def _peers(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
-    """By group, with how many ranks a rank exchanges messages that are no collective round a ring."""
+    """Per group, the number of ranks with which a rank exchanges messages other than collectives round a ring."""
     if config.model.num_moe_experts:
         yield sizes.ep - 1
         yield sizes.etp - 1

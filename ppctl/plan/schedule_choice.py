@@ -127,7 +127,7 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
         violations.append(Violation("PP-E219", asked[0], message, values.cite(*asked, SCHEDULE, CSV), *changes))
 
     if not values[OVERLAP]:
-        refuse(f"{DELAY} puts weight gradients behind pairs, but only {OVERLAP} makes these", {OVERLAP: True})
+        refuse(f"{DELAY} needs the pairs that {OVERLAP} makes: weight gradients go behind them", {OVERLAP: True})
     elif values["ep"] == 1:
         refuse(f"{OVERLAP} hides what experts on other ranks are sent, but ep is 1")
     elif choice.searched or choice.policy is None or not choice.policy.pairs:

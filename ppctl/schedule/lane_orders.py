@@ -327,7 +327,7 @@ class Clock:
 
 
 def critical_blocks(lanes: Lanes, rows: Rows) -> list[Block]:
-    """The longest chain of a step, the last block first: runs without a pause, linked by messages. It must not hang."""
+    """The longest chain of a step, last block first: runs without a pause, linked by messages. No rank may hang."""
     clock = Clock(lanes, rows, traced=True)
     assert clock.ends is not None
     maker = {target: lane for lane, target in enumerate(lanes.goes_to) if target >= 0}
