@@ -36,7 +36,7 @@ def reached(model: ModelConfig, parts: int) -> float:
 
     A part with s of E experts holds none of K different ones with the probability C(E - s, K) / C(E, K) of the
     hypergeometric distribution (Feller, An Introduction to Probability Theory and Its Applications I, II.6), and
-    expectations add up. If the router may choose only some groups, their number is an upper bound.
+    expectations add up. If a token may use only some of the router's groups, their number is an upper bound.
     """
     experts, topk = model.num_moe_experts or 1, model.moe_router_topk
     expected = parts * (1 - comb(experts - experts // parts, topk) / comb(experts, topk))

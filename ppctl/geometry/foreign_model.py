@@ -38,7 +38,7 @@ class Growth(NamedTuple):
 
 
 Peak = tuple[Growth, ...]
-"""The moments that may have the most bytes: it depends on the sequences which moment has."""
+"""The moments that may have the most bytes; the sequences decide which one has them."""
 
 
 def most(peak: Peak, sequences: int, length: int) -> float:

@@ -23,8 +23,8 @@ be summed over tp, as also for a parameter that tp cannot split after all (`unit
 
 Start = Literal["ones", "zeros", "normal", "residual", "adapter"]
 """normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two
-of these projections to the residual stream (Radford et al. 2019, GPT-2); adapter: with 1 / (its number of rows, which
-is the adapter's rank; peft's init_lora_weights="gaussian")."""
+of these projections to the residual stream (Radford et al. 2019, GPT-2); adapter: with 1 over the number of its rows,
+which is the adapter's rank (peft's init_lora_weights="gaussian")."""
 
 Splits = tuple[tuple[str, int], ...]
 """(axis, dim) of every parallel axis that splits a parameter, which is whole on all other axes."""
@@ -84,7 +84,7 @@ class Parameter(NamedTuple):
 
     @property
     def frozen(self) -> bool:
-        """Whether the parameter is a weight beside adapters, which training does not change."""
+        """Whether training leaves the parameter as it is: a weight beside adapters."""
         return self.gradient == "none" and self.role != "correction"
 
     @property

@@ -190,7 +190,7 @@ class LayoutSearch:
             candidate, score = best, better
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The most promising new neighbours by score, and by evenness of the stages, which counts more in short steps."""
+        """The most promising new neighbours by score, and by evenness of stages, which counts more in short steps."""
         fresh = [self.scores.promise(move) for move in self.space.moves(candidate) if move not in self.results]
         by_score = sorted(fresh)[: NEIGHBOURS // 2]
         by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]

@@ -206,7 +206,7 @@ def _ranks(
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> _LastingBytes:
-    """Bytes of a pp_rank with the stages `own` that no schedule changes, during the whole step and at its end."""
+    """Bytes of a pp_rank with the stages `own`, in the whole step or at its end, that are equal under all schedules."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers, sizes) for stage in own)

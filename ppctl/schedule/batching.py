@@ -57,7 +57,7 @@ def remember(schedule: Schedule, short: Schedule) -> None:
 
 def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None = None) -> Schedule:
     """The schedule with `more` further rounds of `size` microbatches in its middle, or fewer if `more` is negative.
-    Every list must have more rounds than are left out, and there must be no pairs. `shorter` knows a longer result."""
+    There must be no pairs, and in every list more rounds than are left out. `shorter` of a longer one is `schedule`."""
     rows: list[tuple[Action, ...]] = []
     count = schedule.num_microbatches + more * size
     for row, (begin, _, length) in zip(schedule.actions, found or repetition(schedule, size), strict=True):

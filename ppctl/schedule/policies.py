@@ -254,7 +254,7 @@ def make_schedule(
 def too_few_microbatches(policy: Policy, pp: int, num_microbatches: int) -> str:
     """The message for a number of microbatches below `policy.needs_microbatches`."""
     least = policy.needs_microbatches(pp)
-    return f"{policy.name} fills a V of {2 * pp} stages with at least {least} microbatches, not {num_microbatches}"
+    return f"{policy.name} needs {least} or more microbatches to fill a V of {2 * pp} stages, not {num_microbatches}"
 
 
 def _by_table(

@@ -140,7 +140,7 @@ def _incomplete(schedule: Schedule, wanted: Sequence[set[Action]]) -> Iterator[P
         if foreign := sorted(present - own):
             reasons = [f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in foreign]
             place = _rows_around(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
-            yield Problem("PP-E312", f"rank {pp_rank} has actions that it must not: {some(reasons)}", place=place)
+            yield Problem("PP-E312", f"rank {pp_rank} must not have these actions: {some(reasons)}", place=place)
 
 
 def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:

@@ -205,8 +205,8 @@ def v_min(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int) -> Schedule:
     """The block repeated, and squeezed: slot by slot every rank runs the runnable action that is due first. A weight
-    gradient runs if nothing else can. A rank holds at most `most` (stage, microbatch) activations, of which its first
-    stage leaves as many to its second as the block has between the second's F and I. So nothing can hang: the oldest
+    gradient runs if nothing else can. A rank holds at most `most` (stage, microbatch) activations; its first stage
+    leaves room for as many of the second as the block has between the second's F and I. So nothing can hang: the oldest
     unfinished microbatch has its inputs, and room on either stage.
     """
     placement = Placement("v", len(blocks), 2 * len(blocks))
