@@ -161,9 +161,9 @@ DEFAULT_MODULES = ("core_attn",)
 def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], ...]:
     """Under `full`: the runs of layers that keep only the first layer's input; () if there are none.
 
-    `uniform` makes runs of `recompute_num_layers` (1 by default) out of all decoder layers; `block` takes the first
-    `recompute_num_layers` (all by default), each as a separate run. An MTP layer is always a separate run, because it
-    has other inputs. `layers` are the stage's, in model order.
+    `uniform` makes runs of `recompute_num_layers` (1 by default) out of all decoder layers; each MTP layer is a run of
+    one, because it has other inputs. `block` takes the first `recompute_num_layers` decoder and MTP layers (all by
+    default), each as a run of one. `layers` are the stage's, in model order.
     """
     if train.recompute_granularity != "full" or not _chosen(train, stage):
         return ()

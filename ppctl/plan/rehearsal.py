@@ -35,7 +35,7 @@ class RankKind(NamedTuple):
     """pp_ranks whose stages hold the same kinds of layers in the same order."""
 
     pp_ranks: tuple[int, ...]
-    """The pp_ranks of the kind; the first is rehearsed, because it has the most microbatches in flight."""
+    """The pp_ranks of the kind; the first is rehearsed, because its planned peak of memory is the highest."""
     ranks: tuple[int, ...]
     """All global ranks of these pp_ranks, the rehearsed one first."""
 

@@ -116,7 +116,7 @@ def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: V
 
 
 def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
-    """Add violations for hiding the exchange of experts if there is none, or if the schedule has no pairs for it."""
+    """Add a violation for hiding the exchange of experts if none is to be hidden, or if the schedule has no pairs."""
     asked = [key for key in (OVERLAP, DELAY) if values[key]]
     if not asked:
         return

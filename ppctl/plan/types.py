@@ -179,7 +179,7 @@ class Timing:
     bubbles: tuple[float, ...] = ()
     """pp_rank -> the share of the pipeline's time in which it does not compute."""
     critical: tuple[tuple[str, float], ...] = ()
-    """The longest chain of a call, in seconds: forward, backward, messages, gradients."""
+    """The seconds of a call's longest chain by kind: forward, backward, messages, gradients."""
     stages: tuple[StageCost, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
