@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys:
     words = "simulate --compare --pp 4 --microbatches 4 --tf 1 --tb 2"
     assert main(words.split()) == 0
     few = capsys.readouterr().out
-    assert "without dualpipev: dualpipev fills a V of 8 stages: at least 8 microbatches, not 4" in few
+    assert "without dualpipev: dualpipev needs 8 or more microbatches to fill a V of 8 stages, not 4" in few
     assert main([*words.split(), "--vpp", "3"]) == 0
     three = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in three if line.startswith(("gpipe", "inter", "1f1b", "v_half"))] == [
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys:
         ["gpipe", "3"],
         ["interleaved_zero_bubble", "3"],
     ]
-    assert "without v_half: v_half runs two chunks per rank, down a V and back up, and vpp is 3" in three
+    assert "without v_half: v_half runs two chunks per rank, down a V and back up, but vpp is 3" in three
 
 
 def test_the_picture_of_all_schedules_is_what_its_script_draws() -> None:
