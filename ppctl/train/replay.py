@@ -91,8 +91,8 @@ class ReplayCheck(Callback):
         return replace(program, prepare=prepare, forward=forward, around_backward=around_backward, whole=whole)
 
     def _again(self, program: StageProgram, mb: int) -> None:
-        """Compute the microbatch behind its backward a second time, and compare. Its gradients go to separate sums, and
-        the routers' notes of it are discarded."""
+        """Compute the microbatch a second time after its backward, and compare the results. The second gradients go to
+        separate sums, and what routers record of the second time is discarded."""
         stage, weights = self.session.model.stages[program.stage], self.session.replica.weights
         sums = {name: weights.sum_of(name) for name in weights.narrow() if name in stage.canonical_parameters()}
         for name, p in stage.canonical_parameters().items():
@@ -127,7 +127,7 @@ class ReplayCheck(Callback):
                 self.unequal.append((what, torch.stack([(a != b).any() for a, b in pieces]).any()))
 
     def pre_update(self, step: int) -> None:
-        """Wait for the results of the step, if any. A collective over the world."""
+        """Wait for the comparisons of the step, if any. A collective over the world; raises TrainingError (PP-E737)."""
         if not self.every or step % self.every:
             return
         flags = torch.stack([flag for _, flag in self.unequal]).tolist() if self.unequal else []

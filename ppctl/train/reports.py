@@ -59,7 +59,7 @@ class RankReport:
     """Seconds in F, B, I and W."""
     memory_bytes: float = 0.0
     alloc_retries: float = 0.0
-    """The number since the previous report, as `driver_allocations`."""
+    """How often the allocator freed memory since the previous report; `driver_allocations` are counted so, too."""
     driver_allocations: float = 0.0
     unused_bytes: float = 0.0
     """Bytes that the GPU's allocator holds and no tensor uses."""
@@ -86,14 +86,14 @@ class Reports:
     table: Numbers
     """[ranks, numbers]"""
     stages: int
-    """The number of a row's numbers that are seconds of stages."""
+    """How many numbers of a row are seconds of stages."""
 
     def column(self, name: str) -> Numbers:
         """One field of all ranks (not the two lists)."""
         return self.table[:, _COLUMNS[name]]
 
     def total(self, name: str) -> float:
-        """The sum of one field over all ranks, added up in rank order: its bits depend on the order."""
+        """The sum of one field over all ranks, added up in rank order, on which its bits depend."""
         values: list[float] = self.column(name).tolist()
         return sum(values)
 
@@ -109,7 +109,7 @@ class Reports:
 
 
 def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGroup]) -> Reports:
-    """Every rank's report. A collective: all ranks of the world call it once a step, with their groups."""
+    """Every rank's report. A collective: all ranks of the world call it once a step, each with its groups."""
     return Reports(gather_rows(own.pack(), rank, groups).numpy(), len(own.stage_seconds))
 
 
@@ -256,7 +256,7 @@ def _in_order(losses: Mapping[int, Tensor], like: Tensor) -> Tensor:
 
 
 def retries_problem(reports: Reports, step: int) -> Problem | None:
-    """The problem of a step in which some rank's allocator freed memory."""
+    """The problem (PP-E822) of a step in which some rank's allocator freed memory; None if none did."""
     retries = reports.column("alloc_retries")
     if not retries.any():
         return None
