@@ -105,10 +105,10 @@ def limit_of(group: ProcessGroup) -> timedelta:
 
 
 def send_round(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Work], Tensor]:
-    """Send a tensor to the next rank of the group's ring; returns (works, a tensor like it for the previous rank's).
+    """Send a tensor to the next rank of the group's ring; returns (works, the tensor from the previous rank).
 
-    Until the works are done, `sent` must not change, and the other tensor is not filled. Gloo's messages would read a
-    GPU's memory as the host's, so this uses gloo's all_to_all, which copies through the host. A collective.
+    Until the works are done, `sent` must not change, and the tensor returned is not filled. Gloo's messages would read
+    a GPU's memory as the host's, so this uses gloo's all_to_all, which copies through the host. A collective.
     """
     if sent.is_cuda and group._get_backend(sent.device).name() == "gloo":
         return _send_round_at_once(sent, group)

@@ -106,8 +106,8 @@ def _shares_by_steps(gradient: Tensor | None, x: Tensor, total: Tensor, scale: f
 
 
 def fuses_swiglu(device: torch.device, *, weighted: bool) -> bool:
-    """Whether the kernels run here with the numbers of the steps. This is tried on small matrices, which compiles the
-    kernels; those with weights, and a router's, only if `weighted`. Prints on stderr why they do not."""
+    """Whether the kernels run here and give the steps' numbers. This is tried on small matrices, which compiles the
+    kernels; those with weights, and a router's, only if `weighted`. Prints on stderr why not."""
     g, x, up = torch.linspace(-8, 8, 3 * 24 * 16, device=device).bfloat16().view(3, 24, 16)
     try:
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -132,8 +132,8 @@ def fuses_swiglu(device: torch.device, *, weighted: bool) -> bool:
 
 
 def by_steps(gradient: Tensor | None, x: Tensor, up: Tensor | None, weights: Tensor | None) -> list[Tensor]:
-    """The activation alone; or, given its `gradient`, the gradients of x and of `up` if there is one. With weights a
-    last tensor follows: the sum of each of its rows is the gradient of that row's weight."""
+    """The activation, in a list; or, given its `gradient`, the gradients of x and of `up` if there is one. With weights
+    another tensor follows them: the sum of each of its rows is the gradient of that row's weight."""
     if up is None and gradient is not None:
         of_out = gradient if weights is None else gradient * weights
         of_x = torch.ops.aten.gelu_backward(of_out, x, approximate="tanh")

@@ -33,7 +33,7 @@ class Dropped(NamedTuple):
     """The global number of the first head that is drawn for."""
 
     def of_heads(self, rank: int, heads: int) -> Dropped:
-        """The draws for `heads` of these heads: those of the rank-th rank that has so many."""
+        """The draws for a rank's `heads` heads, which come after those of the ranks before it."""
         return self._replace(first_head=self.first_head + rank * heads)
 
     def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:
@@ -75,7 +75,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, fir
 
 
 class DroppedBlock(NamedTuple):
-    """A kernel as `BlockAttention`, with dropped probabilities, for queries and keys at these positions."""
+    """A kernel like `BlockAttention`, with dropped probabilities, for queries and keys at these positions."""
 
     dropped: Dropped
     queries: Tensor

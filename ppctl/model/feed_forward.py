@@ -88,7 +88,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, K of E routed experts for each token, and shared experts. The backward includes auxiliary losses."""
+    """A router, K of E routed experts a token, and shared experts. The backward covers the auxiliary losses, too."""
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()

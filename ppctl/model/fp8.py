@@ -119,7 +119,7 @@ class Fp8:
         return quantise(matrix, E4M3, self._of_rows)
 
     def activation_of(self, values: Tensor, scales: Tensor, shape: tuple[int, int]) -> Quantised:
-        """The activation of this shape that became these values and scales."""
+        """The quantised activation with these values and scales; `shape` is (n, k)."""
         return Quantised(values, scales, self._of_rows, shape)
 
     def weight(self, matrix: Tensor) -> Quantised:

@@ -313,7 +313,7 @@ def _unable_fp8(model: ModelConfig, can: Capability) -> tuple[str, str]:
         return "experts need torch's scaled grouped product, which is for Hopper (compute capability 9.0)", without
     if model.num_moe_experts is not None and (model.fp8, model.fp8_recipe) != ("e4m3", "rowwise"):
         remedy = "model.fp8=e4m3 model.fp8_recipe=rowwise"
-        return "torch multiplies the rows of all experts in e4m3 with a scale for each row alone", remedy
+        return "torch multiplies the rows of all experts only in e4m3 with a scale for each row", remedy
     if can.compute < (8, 9):
         return f"it needs compute capability 8.9, but this GPU has {can.compute[0]}.{can.compute[1]}", without
     if model.fp8_recipe == "blockwise" and (can.compute[0] != 9 or can.cuda < (12, 9)):

@@ -149,7 +149,7 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 
 def product_in_float32(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(`product` in float32, x): float64 numbers stay float64, and autocast changes nothing. Whoever reads x next must
-    read the returned x: the backward adds this product's gradient in place to that one's, which nobody else may hold.
+    read the returned x. To its gradient, which nobody else may hold, the backward adds this product's in place.
 
     Saved for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
     they are summed: a GPU reads the numbers as they are. In the backward it reads the gradient as the sum of two

@@ -56,7 +56,7 @@ class HostBuffers:
         """Bytes of all buffers that were made."""
 
     def take(self, size: int) -> _Free:
-        """The buffer of at least `size` bytes that was given back first, or a new one. Wait for its `read` to write."""
+        """The buffer of at least `size` bytes given back first, or a new one. It is free once `read` has passed."""
         rounded = rounded_size(size)
         free = self._free.setdefault(rounded, deque())
         if free:
@@ -69,7 +69,7 @@ class HostBuffers:
         self._free[buffer.numel()].append(_Free(buffer, read))
 
     def multiply(self, times: int) -> None:
-        """Make buffers, all of them given back, `times` as many: later, pinning memory might wait for the device."""
+        """Make buffers, so that there are `times` as many; all must be given back. Pinning may wait for the device."""
         for size, free in self._free.items():
             missing = len(free) * (times - 1)
             self.bytes += missing * size
@@ -99,7 +99,7 @@ class Copies:
         self.buffers = HostBuffers(pinned=on_gpu)
 
     def out(self, items: Collection[Moved]) -> Event:
-        """Start copying to the host, after what the device was asked to do. `wait` for it before freeing the bytes."""
+        """Start copying to the host, behind what is enqueued. `wait` for the event before freeing device memory."""
         with self._beside(self._out):
             for moved in items:
                 assert moved.device is not None

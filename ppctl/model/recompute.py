@@ -268,7 +268,7 @@ class _KeptTensor(NamedTuple):
 
 
 class _Hooks(NamedTuple):
-    """The hooks around a layer: torch itself would apply the innermost ones alone."""
+    """The hooks around a layer: torch itself would apply only the innermost hooks."""
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]

@@ -74,7 +74,7 @@ def _slowed(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
 
 
 def _ramp_of_turns(frequencies: Tensor, model: ModelConfig, _: int) -> Tensor:
-    """How much to slow frequencies, 1 or more: fully, 0 or less: not. Llama 3.1: linear in the turns they make."""
+    """How far each frequency is slowed: 0 or less not, 1 or more fully. Llama 3.1: linear in the turns it makes."""
     turns = model.original_max_position_embeddings * frequencies / (2 * math.pi)
     return (model.beta_fast - turns) / (model.beta_fast - model.beta_slow)
 

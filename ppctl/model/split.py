@@ -40,7 +40,8 @@ class TensorSplit(Protocol):
     def start_sum(self, x: Tensor) -> Pending:
         """Start to sum x [b, s, ...] over the ranks, for the own tokens [b, s / size, ...]; without `sequence` for all.
 
-        The sum may overwrite x."""
+        The sum may overwrite x.
+        """
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in the memory of x."""

@@ -115,7 +115,7 @@ class StageModule(nn.Module):
         return x.shape[1] * self.context.size * (self.split.size if self.split and self.split.sequence else 1)
 
     def _positions(self, length: int, given: Tensor | None, device: torch.device) -> Tensor | None:
-        """The positions [b or 1, s] (int64) of the tokens that the rank's heads attend from; None: 0 to s - 1."""
+        """The positions [b or 1, s] (int64) of the tokens in this rank's attention; None: 0 to s - 1."""
         if self.context.size == 1:
             return given
         return self._own_halves(torch.arange(length, device=device)[None] if given is None else given)

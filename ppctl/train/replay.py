@@ -1,7 +1,7 @@
 """Computes one microbatch of a stage twice in every `train.replay`-th step, and compares the results bit for bit.
 
-The microbatch is that of the stage's first backward in the step: its gradients are alone in their sums. A rank's stages
-take turns.
+The microbatch is that of the stage's first backward in the step: then the sums have no other gradients. A rank's stages
+take turns, step by step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ppctl.weight_gradients.wide_sums import WideSum
 
 
 class ReplayCheck(Callback):
-    """Replays on all ranks, each its own stage; raises TrainingError (PP-E737) on all ranks before the update."""
+    """Replays on all ranks, on each a stage of its own; raises TrainingError (PP-E737) on all before the update."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.every = session, session.config.train.replay

@@ -174,7 +174,7 @@ class StepFigures:
         """The allocator's figures at the last report."""
 
     def start_reading(self, programs: StagePrograms, balance: RouterBalance, norm: Tensor) -> HostNumbers:
-        """Start copying the step's numbers to the host: the norm, the losses of `report`, and each router's."""
+        """Start copying the step's numbers to the host: the norm, the losses for `report`, and each router's losses."""
         reports = self.session.own.tp_rank == 0  # other tensor-parallel ranks have the same losses
         whole = reports and programs.losses and self.session.own.cp_rank == 0  # the batch has whole sequences
         listed = [programs.losses if reports else {}, programs.mtp_losses if reports else {}, programs.added]

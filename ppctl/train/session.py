@@ -56,7 +56,7 @@ class SessionParts(ModelParts):
     load_data: Callable[[DataConfig], Data | None] = load_data
     """Opens the training data; called on ranks that read data. None: the caller passes the batches."""
     clock_offset: Callable[[], float] = clock_offset
-    """Seconds from this rank's clock to the job's."""
+    """Returns the seconds to add to this rank's clock to get the job's."""
     make_recorder: Callable[..., Recorder] = make_recorder
 
 

@@ -6,7 +6,7 @@ Replication, ties, norm, clipping, optimizers and checkpoints read masters only.
 
 If data-parallel ranks shard the optimizer's state (`ShardedWeights`), gradients add up whole, in the masters' dtype,
 until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments
-exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole, or
+exist only in parts: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole, or
 (`GatheredWeights`) whole only while a stage computes; they are gathered for a stage's first forward of a step.
 """
 
