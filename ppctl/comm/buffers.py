@@ -37,7 +37,7 @@ class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
 
     @classmethod
     def of(cls, tensors: Iterable[TensorLike], *, variable: bool = False) -> MessageSpec:
-        """The spec of tensors or plan specs; `variable` leaves the shapes open. Raises ValueError for whole numbers."""
+        """The spec of tensors or plan specs; `variable` leaves shapes open. Raises ValueError for other than floats."""
         return cls((None if variable else torch.Size(t.shape), _dtype(t.dtype)) for t in tensors)
 
     @property

@@ -225,7 +225,7 @@ class Communicator:
         """This rank's end of a channel, for the messages of a schedule.
 
         Raises ScheduleError if shapes vary and channels are not connected yet: one host would wait for the other to
-        connect, which waits for a header that the first one has not enqueued.
+        connect, and the other for a header that the first one has not enqueued.
         """
         if self.modes.variable and not self.connected:
             message = (

@@ -174,7 +174,7 @@ def make_ends(
     variable: bool = False,
     connect: bool = True,
 ) -> dict[Channel, DirectEnd]:
-    """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
+    """This rank's ends of the channels. On NCCL all ranks make them in one order, or they would wait in a circle.
 
     With `over`, messages of all channels use this one transport of the whole group, and the caller keeps them in order;
     else each channel has its own. Tensors that the group's backend cannot move from `device` go through pinned host

@@ -119,7 +119,7 @@ class Stage:
             self.gradient_inbox[mb].wait()
 
     def forward(self, mb: int) -> None:
-        """Run the program on a microbatch, and hand on its output. Raises TrainingError (PP-E712) if that is wrong."""
+        """Run the program on a microbatch and hand on its output. Raises TrainingError (PP-E712, PP-E714) if wrong."""
         arrival = None if self.is_first else self.inbox.pop(mb)
         if not self.training:
             self._forward_only(mb, arrival)

@@ -27,7 +27,7 @@ class Draws(NamedTuple):
     samples: Tensor
     """[b] int64, on the device: the key of each row of the microbatch (`sample_key`)."""
     positions: Tensor | None = None
-    """[s] int64: the global positions of the tokens of a hidden state; None are 0 to s - 1."""
+    """[s] int64: the global positions of a hidden state's tokens; None means 0 to s - 1."""
 
 
 class RowKeys(NamedTuple):

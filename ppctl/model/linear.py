@@ -291,7 +291,7 @@ _PLAIN = ProductRule(
 
 
 def makes_sums(*projections: Linear | Projection) -> bool:
-    """Whether the products of these projections add up gradients themselves: their weights', and x's over products."""
+    """Whether these projections' products add up gradients themselves: of each weight, and of x over the products."""
     plain = all(each.fp8 is None and each.bias is None and sum_of(each.weight) is not None for each in projections)
     return plain and torch.is_grad_enabled()
 

@@ -165,7 +165,7 @@ def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def _log_softmax(rows: Tensor, wide: Tensor, out: Tensor) -> Tensor:
-    """The log-softmax of `rows`, in the memory of `out`; `wide` is memory for the time of the call."""
+    """The log-softmax of `rows`, in the memory of `out`; `wide` is scratch memory."""
     logs: Tensor = torch.ops.aten._log_softmax.out(wide[: len(rows)].copy_(rows), -1, False, out=out[: len(rows)])
     return logs
 

@@ -113,8 +113,8 @@ def write_samples(session: Session) -> list[dict[str, str]]:
 
 
 def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompt that rank 0 of each pipeline takes from the data; none if the data were made with another tokenizer
-    than the config's. A collective."""
+    """The prompt that rank 0 of each pipeline takes from the data; none if it has a token that the config's tokenizer
+    lacks. A collective of each pipeline."""
     found = torch.zeros(1 + max(_PROMPT_LENGTH, session.config.data.seq_length), dtype=torch.int64, device="cpu")
     if session.data.training is not None:
         corpus, start = session.data.training.corpora[0], [tokenizer.eos or 0] * _PROMPT_LENGTH

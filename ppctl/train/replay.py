@@ -29,7 +29,7 @@ from ppctl.weight_gradients.wide_sums import WideSum
 
 
 class ReplayCheck(Callback):
-    """Replays on all ranks, on each a stage of its own; raises TrainingError (PP-E737) on all before the update."""
+    """Replays one of its stages on each rank; raises TrainingError (PP-E737) on all ranks before the update."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.every = session, session.config.train.replay

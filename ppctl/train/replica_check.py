@@ -54,7 +54,7 @@ class ReplicaCheck(Callback):
 
     def compare(self, step: int) -> int:
         """Compare all copies; returns how many parts of parameters have copies. A collective over the world. Raises
-        TrainingError (PP-E734) on all ranks if copies differ, with the first such parameter and its ranks."""
+        TrainingError (PP-E734) on all ranks if copies differ; it names the first such parameter, and its ranks."""
         bits = self._bits()  # before the exchange, so that a fault of this rank's device is its own
         compared, problem = AgreeingRanks(None).agree(
             "compare copies of parameters",

@@ -54,7 +54,7 @@ class SessionParts(ModelParts):
     connect: Callable[[RunConfig, Plan, ProcessGroup, torch.device], Communicator] = connect_pipeline
     """Makes the pipeline's communicator; called if the pipeline has several ranks."""
     load_data: Callable[[DataConfig], Data | None] = load_data
-    """Opens the training data; called on ranks that read data. None: the caller passes the batches."""
+    """Opens the training data; called on ranks that read data. Returns None if the caller passes the batches."""
     clock_offset: Callable[[], float] = clock_offset
     """Returns the seconds to add to this rank's clock to get the job's."""
     make_recorder: Callable[..., Recorder] = make_recorder

@@ -67,8 +67,8 @@ class Stragglers:
         return Problem("PP-E825", message, "nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE   # on its host")
 
     def _simulated(self, seconds: Sequence[float], slow: Sequence[int], factor: float) -> float:
-        """The seconds of a schedule call if stages take `seconds`, the slow ones `factor` times as long, of which the
-        forwards are a third."""
+        """The seconds of a schedule call if stages take `seconds`, and the slow ones `factor` times as long. A third of
+        a stage's seconds are its forwards."""
         by_stage = [each * (factor if stage in slow else 1.0) / 3 for stage, each in enumerate(seconds)]
         per_call = max(1, self.plan.num_microbatches)
         costs = Costs([each / per_call for each in by_stage], [2 * each / per_call for each in by_stage])

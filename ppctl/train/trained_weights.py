@@ -187,7 +187,7 @@ class ShardedWeights(Weights):
         return start_gather(parts, dtype, group)
 
     def start_sums(self, names: Sequence[str], gradients: Iterable[Tensor]) -> Sums:
-        """Start summing the gradients of one of `buckets`, which are iterated as they are needed, into ranks' parts."""
+        """Start summing the gradients of one of `buckets`, which are asked for one by one; each rank gets its part."""
         masters, group = [self.master[name] for name in names], self.group_of(names[0])
         device, dtype = masters[0].device, masters[0].dtype
         if names[0] in self.owned:
