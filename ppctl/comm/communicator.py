@@ -34,13 +34,13 @@ class LooseBatch:
         self._sends: list[tuple[Channel, Sequence[Pending], Message]] = []
 
     def send(self, end: DirectEnd, message: Message) -> None:
-        """Start sending."""
+        """Start sending; with `one_by_one`, also wait."""
         self._sends.append((end.channel, end.start_send(message), message))
         if self.one_by_one:
             self.settle()
 
     def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
-        """Start receiving."""
+        """Start receiving; with `one_by_one`, also wait."""
         arrival = end.post(shelf)
         self._arrivals.append(arrival)
         if self.one_by_one:

@@ -26,7 +26,7 @@ from ppctl.comm.groups import limit_of
 from ppctl.schedule.action import Channel
 
 MAX_CTAS = 4
-"""Thread blocks of one message on a GPU. A posted receive keeps them busy until its message has come: NCCL's default
+"""The most thread blocks of a message on a GPU. A posted receive keeps them busy until it has come: NCCL's default
 (up to 32) would take a good part of the device's multiprocessors from the stages' own kernels."""
 
 Maker = Callable[[Store, int, Sequence[int], str, timedelta], Any]

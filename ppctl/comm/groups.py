@@ -150,7 +150,7 @@ def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup])
 def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[Any]:
     """The values of all members of a group (None: the world) in group order, on its first member or `everywhere`.
 
-    A collective; on other members the list is empty. Values are of the annotation `kind`. Raises Malformed.
+    A collective; on other members the list is empty. Raises Malformed for a value not of the annotation `kind`.
     """
     return [wire.unpacked(kind, each) for each in gather_bytes(wire.packed(kind, own), group, everywhere=everywhere)]
 

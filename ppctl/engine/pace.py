@@ -119,7 +119,7 @@ class DevicePace:
         return self._passed == self._made
 
     def enter(self, index: int) -> None:
-        """The host turns to an action, or to the first of a list, which the device may reach later."""
+        """The host turns to an action, which the device may reach later; action 0 begins a list."""
         self._list += not index
         self.at = index
         if self.idle:

@@ -237,7 +237,7 @@ def refuse_other_loss(stage: int, mb: int, outputs: object) -> None:
 
 
 def no_gradient(stage: int, mb: int) -> TrainingError:
-    """The error of a stage that has made no gradient of its input."""
+    """The error (PP-E713) of a stage that has made no gradient of its input."""
     message = f"stage {stage} has no gradient for its input in microbatch {mb}: "
     message += "its output does not depend on all that it received"
     remedy = "let the stage's output depend on its input (a detach or a no_grad inside is the usual cause)"

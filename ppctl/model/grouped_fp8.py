@@ -86,7 +86,7 @@ def copies_of(weights: Tensor, fp8: Fp8) -> EightBitCopies:
     if version != weights._version:
         _made.pop(weights, None)
         del made  # before the new ones take memory
-        both = [(fp8.weight(one), fp8.weight(one.t())) for one in weights.detach()]  # what is wide is one group's
+        both = [(fp8.weight(one), fp8.weight(one.t())) for one in weights.detach()]  # one group is wide at a time
         ahead, back = (
             (torch.stack([one.values for one in each]), torch.stack([one.scales[:, 0] for one in each]))
             for each in zip(*both, strict=True)

@@ -246,7 +246,7 @@ def _attention(backend: str, can: Capability, *, lengths_vary: bool) -> tuple[SD
 
 
 def _unable(model: ModelConfig, can: Capability, dtype: str, *, blockwise: bool) -> str:
-    """Why this device has no kernel of the kind that `model.attention_backend` names; empty if it has.
+    """Why this device has no kernel of the kind that `model.attention_backend` names; empty if it has one.
 
     `blockwise` attention takes no fused kernel but flash attention, whose operands are filled up to one width.
     """

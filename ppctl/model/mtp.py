@@ -4,8 +4,8 @@ arXiv:2412.19437).
 Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 
 Module k (from 0) takes at position i the hidden state of the module before it (first: the decoder's, after the final
-norm) and the embedding of token i + k + 1; the output projection computes from it the logits for token i + k + 2. If
-documents are kept apart, a document's end is to the modules what the end of the sequence is.
+norm) and the embedding of token i + k + 1; the output projection turns its result into logits for token i + k + 2. If
+documents are kept apart, the modules treat a document's end like the end of the sequence.
 """
 
 from __future__ import annotations

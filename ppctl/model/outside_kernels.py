@@ -38,10 +38,10 @@ class KernelUse:
     width: int = 8
     values_width: int = 8
     experts: int = 0
-    """Each with `expert_width` between its products."""
+    """The number of routed experts; each is `expert_width` wide between its products."""
     expert_width: int = 0
     bias: bool = False
-    """Whether norms are LayerNorm, with a bias; else RMSNorm. `epsilon` is theirs."""
+    """Whether norms are LayerNorm, with a bias; else RMSNorm. `epsilon` is the norms' epsilon."""
     epsilon: float = 1e-5
 
 

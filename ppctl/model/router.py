@@ -40,7 +40,7 @@ class SumOverTokens(Protocol):
     ranks: int
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in the memory of x, which has no gradient."""
+        """The sum over the ranks, in the memory of x, which has no gradient. A collective of these ranks."""
 
 
 @dataclass(slots=True)

@@ -44,10 +44,10 @@ class TensorSplit(Protocol):
         """
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in the memory of x."""
+        """The sum over the ranks, in the memory of x. A collective."""
 
     def largest(self, x: Tensor) -> Tensor:
-        """The maximum over the ranks, in the memory of x."""
+        """The maximum over the ranks, in the memory of x. A collective."""
 
 
 class _Alone:

@@ -133,7 +133,7 @@ class StageModule(nn.Module):
         return x.chunk(self.split.size, dim=1)[self.split.rank]
 
     def _own_draws(self, draws: Draws | None, length: int) -> Draws | None:
-        """`draws`, with the positions that the rank's own tokens have in their row."""
+        """`draws`, with the positions of the rank's own tokens in their row."""
         if draws is None or (self.split is None and self.context.size == 1):
             return draws
         positions = torch.arange(length, device=draws.samples.device)[None]

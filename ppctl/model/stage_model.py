@@ -92,7 +92,7 @@ class StageModel(Protocol):
 
     @property
     def whole(self) -> Sequence[Tensor]:
-        """Weights whose gradients a split backward computes in I: those whose operands are too large to be kept."""
+        """Weights whose gradients a split backward computes in I, for example if operands are too large to be kept."""
         return ()
 
     @property

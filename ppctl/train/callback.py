@@ -22,8 +22,8 @@ TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
 
 
 class Start(NamedTuple):
-    """Where a run begins: completed steps, position in the data, its checkpoint, skipped positions, and the saved
-    states of `train.callbacks`, as JSON by their names."""
+    """Where a run begins: completed steps, position in the data, the checkpoint that was loaded, spans of samples to
+    skip, and the saved states of `train.callbacks`, as JSON by their names."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -93,7 +93,7 @@ class Callback:
         pre_train
         for each step:  enter("training"), pre_step, enter("updating"), stop_requested, pre_update, post_update,
                         log_metrics (at log.interval), post_step, state_dict (if a checkpoint is due)
-                        (on a GPU enter("updating") follows pre_update: its device may be in the pipeline until then)
+                        (on a GPU enter("updating") follows pre_update: the GPU may be in the pipeline until then)
         post_train
         close           always, also after an error
     """

@@ -46,7 +46,7 @@ class StagePrograms:
         self.losses: dict[int, Tensor] = {}
         """For each microbatch of the step, its share of the step's loss; on the rank that owns the loss."""
         self.samples: Tensor | None = None
-        """[m, b] int64: the keys of this rank's samples in the step, if the model draws from them."""
+        """[m, b] int64: the keys of this rank's samples in the step, if the model has dropout."""
         self.mtp_losses: dict[int, Tensor] = {}
         """For each microbatch, the mean of its MTP modules' shares of the step's losses."""
         self.mtp_weight = session.config.model.mtp_loss_scaling_factor

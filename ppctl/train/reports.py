@@ -66,9 +66,9 @@ class RankReport:
     mtp_loss: float = 0.0
     """This rank's share of the mean over the MTP modules' losses."""
     stage_seconds: list[float] = field(default_factory=list)
-    """Busy seconds of each of this rank's stages, in chunk order; as many on every rank."""
+    """Busy seconds of each of this rank's stages, in chunk order; equally many on every rank."""
     auxiliary: list[float] = field(default_factory=list)
-    """Auxiliary losses of each of this rank's routers, summed over its microbatches; as long on every rank."""
+    """Auxiliary losses of each of this rank's routers, summed over microbatches; equally many on every rank."""
 
     def pack(self) -> list[float]:
         """The report as one row: float64 is exact for whole numbers below 2^53."""

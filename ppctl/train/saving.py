@@ -91,7 +91,7 @@ class Saves(Callback):
         self.local = LocalCopies(copies, parts, AgreeingRanks(self._group), replicas=config.local_replicas)
 
     def _make_room(self) -> HostMemory:
-        """Make or map the memory for the copies, whose contents stay. A collective; raises as the constructor."""
+        """Make or map the memory for the copies, whose contents stay. A collective; raises as the constructor does."""
 
         def make() -> None:
             self._background = BackgroundSaver(
@@ -118,7 +118,7 @@ class Saves(Callback):
         return self._as_rank_0(start or Start())
 
     def _as_rank_0(self, start: Start) -> Start:
-        """`start` with rank 0's states of callbacks, and all samples that run and checkpoint skip."""
+        """`start` with rank 0's states of callbacks, and all samples that run and checkpoint skip. A collective."""
         places = {self._directory} | ({start.checkpoint.parent} if start.checkpoint else set())
         noted, states = AgreeingRanks(None).agree(
             "read which samples it passes by",

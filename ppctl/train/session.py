@@ -38,7 +38,7 @@ KEPT = 16
 
 
 def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:
-    """The pipeline's communicator, on a separate group if messages have another backend."""
+    """Make the pipeline's communicator, on a separate group if messages have another backend. A collective."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(RankGrid(plan.sizes).groups("pp"), backend=backend)
     modes, transport = Modes.of(config.parallel), "plain" if is_plain(config) else "channels"

@@ -137,8 +137,8 @@ def start_from(session: Session, path: Path) -> None:
     seed.
 
     Values are cast to the masters' dtype; the optimizer's state stays. If a directory of transformers has no weights,
-    the weights from the seed stay. Raises CheckpointError as the sources do; the launcher has checked before that they
-    fit the model.
+    the weights from the seed stay. Raises CheckpointError if the weights cannot be read or do not fit the model, which
+    the launcher has checked before.
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():

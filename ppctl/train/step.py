@@ -219,7 +219,7 @@ class Trainer:
             print(f"warning: {Problem('PP-E823', message, f'launch.device_memory={has}GiB')}", file=sys.stderr)
 
     def _begin(self, step: int) -> None:
-        """Clear the previous step, and fetch the samples of this one."""
+        """Clear what the previous step has left, and fetch this step's samples."""
         replica = self.session.replica
         replica.weights.clear_gradients()
         self.balance.begin(replica.scale)
