@@ -345,8 +345,8 @@ def test_the_scaled_product_is_the_emulated_one_where_a_cpu_has_it():
         ("model.fp8_recipe=blockwise", Capability("cuda", (9, 0), cuda=(12, 8)), "CUDA 12.9"),
         ("model.fp8=hybrid model.fp8_recipe=blockwise launch.device=any", H100, "in e4m3 alone"),
         ("model.num_moe_experts=4", Capability("cuda", (10, 0), cuda=(13, 0)), "scaled grouped product, which is for"),
-        ("model.num_moe_experts=4 model.fp8_recipe=blockwise", H100, "in e4m3 with a scale for each row alone"),
-        ("model.num_moe_experts=4 model.fp8=hybrid", H100, "in e4m3 with a scale for each row alone"),
+        ("model.num_moe_experts=4 model.fp8_recipe=blockwise", H100, "only in e4m3 with a scale for each row"),
+        ("model.num_moe_experts=4 model.fp8=hybrid", H100, "only in e4m3 with a scale for each row"),
         ("", Capability("cuda", (9, 0), scaled_products=False), "no scaled_mm"),
     ],
 )
