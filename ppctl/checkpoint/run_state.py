@@ -80,7 +80,7 @@ def state_text(state: Mapping[str, Any]) -> bytes:
 
 
 def read_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Return the `state` that any program saved with the checkpoint at `path`, after checking its digest."""
+    """Return the state, of any program, that was saved with the checkpoint at `path`. Raises CheckpointError."""
     state: dict[str, Any] = _checked(path, manifest or read_manifest(path), dict[str, Any])
     return state
 
@@ -99,7 +99,7 @@ def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
 
 
 def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
-    """The saved state as `kind`, after its digest. Raises CheckpointError (PP-E503) for damage, OSError."""
+    """Return the saved state as `kind`, once its digest is checked. Raises CheckpointError (PP-E503), OSError."""
     check_files(path, manifest, [STATE])
     try:
         return read(kind, parse(read_whole(path / STATE, MOST_READ, follow=False)))

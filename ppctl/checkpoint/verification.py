@@ -23,7 +23,7 @@ _MOST_DAMAGED = 100
 """The most damaged files that are named; then no further files are checked."""
 
 READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
-"""Fields of `data` that decide how files are read, in a checkpoint's state with the prefix `data_`."""
+"""Fields of `data` that decide how files are read; a checkpoint's state has them with the prefix `data_`."""
 
 
 class Verified(NamedTuple):
@@ -104,8 +104,8 @@ _SOURCE = ("from_", "transformers", *_CODE)
 
 
 def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems; if tensors do not fit, with the keys that give the model of `here` the sizes of `saved`. A
-    model whose code is transformers' has its sizes from its directory, and gets no keys."""
+    """Return the problems. The remedy of those about tensors that do not fit (PP-E502) becomes the keys that give the
+    model `own` the sizes of `saved`; of a transformers model, the keys that name its directory and code."""
     if saved.get("transformers") is not None:
         wanted = {"from": saved["from_"]} | {key: saved[key] for key in _CODE if saved[key] != own.get(key)}
     else:
@@ -133,8 +133,8 @@ def _outgrown(path: Path, state: Mapping[str, Any], config: RunConfig) -> Iterat
     if not as_from_the_start(config.train, step, consumed):
         would = BatchSizes.of(config.train).position(step)
         message = (
-            f"after {step:,} steps the checkpoint has consumed {consumed:,} samples, a run whose batch grows as "
-            f"train.batch_rampup={config.train.batch_rampup} says {would:,}: the sizes that follow are not the plan's"
+            f"after {step:,} steps the checkpoint has consumed {consumed:,} samples, but a run with train.batch_rampup="
+            f"{config.train.batch_rampup} consumes {would:,}: the batches that follow would not be the plan's"
         )
         yield Problem("PP-E423", message, "train.batch_rampup=null", str(path))
 
