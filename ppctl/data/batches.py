@@ -39,7 +39,7 @@ class StepBatch:
     positions: torch.Tensor | None = None
     """[m, b, s] int64, if positions restart in every document."""
     documents: tuple[Lengths, ...] | None = None
-    """For each micro-batch the lengths of its rows' documents, if documents are kept separate."""
+    """For each micro-batch the lengths of its samples' documents, if documents are kept separate."""
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Batches:
         return self.corpus.order(self.seed, first, count, self.seq_length, self.sample_order)
 
     def step(self, step: int) -> StepBatch:
-        """This dp rank's share of `step`."""
+        """This dp rank's share of `step`. Raises DataError (PP-E406) for a token that the vocabulary lacks."""
         ids = self.sample_ids(step)
         mine = microbatches(ids, self.micro_batch_size, self.dp_rank, self.dp_size)
         read = self.corpus.samples(mine, self.seq_length)
@@ -127,7 +127,7 @@ def positions(tokens: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
 
 
 def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
-    """The documents of rows [b, s] of positions."""
+    """The lengths of the documents in each sample of `positions` [b, s]: a document begins at each 0."""
     begins = [[*np.flatnonzero(row == 0).tolist(), len(row)] for row in positions]
     return tuple(tuple(after - first for first, after in pairwise(row)) for row in begins)
 
@@ -196,7 +196,7 @@ class RankData:
     def batches(
         self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
     ) -> Batches | None:
-        """The batches of this rank's share from a position on."""
+        """This rank's share of the batches from a position on; None if no stage needs tokens."""
         if self.data is None:
             return None
         rampup = rampup_of(self.config.train)

@@ -150,8 +150,8 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
         return Problem("PP-E420", message, "data.chat_template=FILE.jinja", line.place)
     if learned is None:
         message = (
-            f"the chat template at {template.place} writes earlier turns otherwise when others follow, so that nobody "
-            "can tell which of its words are the assistant's"
+            f"the chat template at {template.place} writes earlier turns differently when others follow, so that "
+            "nobody can tell which of the text is the assistant's"
         )
         remedy = "data.chat_template=FILE.jinja, a copy with {% generation %} … {% endgeneration %} around the answers"
         return Problem("PP-E420", message, remedy, line.place)

@@ -82,7 +82,7 @@ def _content(cache: Path, files: Sequence[Path]) -> str:
 
 
 def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -> None:
-    """Write the tokens, unless another process has. Raises OSError, and DataError (PP-E402) if files change."""
+    """Write the tokens, or wait until another process has. Raises OSError, and DataError (PP-E402) if files change."""
     home.mkdir(parents=True, exist_ok=True)
     held = lock(home)
     if held == TAKEN:

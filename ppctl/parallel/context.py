@@ -3,8 +3,8 @@
 How a block of queries attends to a block of keys (`model/block_attention.py`), and how whole sequences attend, are
 parameters. Megatron's `cp_comm_type` names the ways, each an `Attend` of `model/attention.py` to a rank's part of rows:
 
-* `p2p` (`RingAttention`): keys and values travel round; each hop runs beside the blocks of those at hand.
-* `all_gather` (`GatherAttention`): keys and values are gathered once, beside the blocks of the rank's own.
+* `p2p` (`RingAttention`): keys and values travel round; each hop runs while the blocks at hand are computed.
+* `all_gather` (`GatherAttention`): keys and values are gathered once, while the rank's own blocks are computed.
 * `a2a` (`HeadExchange`): an all-to-all gives each rank whole sequences of some heads.
 * `a2a+p2p`: a HeadExchange within groups of neighbours, around a RingAttention between these groups.
 
@@ -105,8 +105,8 @@ class _Blockwise:
         return out
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
-        """Everything that this rank's queries see, its own keys first. Each part's exchange starts before the previous
-        part."""
+        """Yield all that this rank's queries see, its own keys first. Starts each part's exchange before it yields the
+        previous part. Every rank of the group must take all parts."""
         raise NotImplementedError
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
@@ -179,7 +179,7 @@ class GatherAttention(_Blockwise):
     their gradients are summed and scattered."""
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
-        """Yield its own keys and values, half by half, then all that come before each half."""
+        """Yield this rank's own keys and values, half by half, then all that come before each half."""
         gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
         starting(self.group)
         work = all_gather(gathered[0].view(-1), keys_values.view(-1), group=self.group, async_op=True)

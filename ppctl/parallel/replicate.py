@@ -62,8 +62,8 @@ class GradientReducer:
 
 
 def start_sums(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start summing gradients over the group, in buckets; returns the works to wait for. Until then gradients are
-    undefined."""
+    """Start summing gradients over the group, in buckets; returns the works to wait for. Replaces every `grad` (None
+    counts as zeros) by a part of its bucket, undefined until then."""
     works = []
     for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
         flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket])  # all bring the same buckets

@@ -71,7 +71,7 @@ class MemoryRecorder(Recorder):
 
 
 def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
-    """One step of a rank, in a process without a default process group: it has a fake one meanwhile."""
+    """Rehearse one step of a rank, in a process without a default process group. Raises ConfigError (PP-E128)."""
     # Messages need their device's backend of a group; torch has no fake one for meta tensors.
     dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
     try:
