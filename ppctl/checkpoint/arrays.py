@@ -50,7 +50,7 @@ class TensorDifference:
     """The number of elements that differ, out of `elements`."""
     elements: int = 0
     at: tuple[int, ...] = ()
-    """The first element that differs, and its values in both checkpoints."""
+    """The index of the first element that differs; `values` has its values in both checkpoints."""
     values: tuple[float, float] = (math.nan, math.nan)
     norm: float = math.nan
     """The norm of the difference (the second tensor minus the first), in float64."""
@@ -62,7 +62,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDifferences:
-    """The differences between two checkpoints; names in the model's order."""
+    """The differences between two checkpoints; names are in the model's order."""
 
     missing: list[str]
     """The names of tensors that only the first checkpoint has."""
@@ -141,7 +141,7 @@ def _difference(
 
 
 def unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where two arrays differ: in their bits, or as numbers if their dtypes differ."""
+    """Return for each element whether two arrays differ there: in bits, or as numbers if their dtypes differ."""
     if a.dtype != b.dtype:
         return np.asarray(a.astype(np.float64) != b.astype(np.float64))
     bits = np.dtype(f"u{a.dtype.itemsize}")

@@ -98,7 +98,7 @@ def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
             return f"{_text(box)} is outside of {list(shape)}"
     dims = [d for d, extent in enumerate(shape) if any((b.offset[d], b.shape[d]) != (0, extent) for b in boxes)]
     if len(dims) > _MOST_DIVIDED:
-        return f"it is divided on {len(dims)} dims"
+        return f"it is divided on {len(dims)} dims, which are too many"
     corners: dict[Shape, int] = defaultdict(int)
     for sides in product((0, 1), repeat=len(dims)):
         sign = (-1) ** sum(sides)

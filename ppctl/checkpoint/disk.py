@@ -54,7 +54,7 @@ class WrittenParts(NamedTuple):
 
 
 def choose(all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Return `Writers.own`, from the `packed_parts` of all ranks in rank order. Raises CheckpointError (PP-E506)."""
+    """Decide who writes what, by all ranks' `packed_parts` in rank order; returns `Writers.own`. Raises PP-E506."""
     return _writers(tuple(all_parts)).own
 
 
@@ -67,7 +67,7 @@ def _writers(all_parts: tuple[bytes, ...]) -> Writers:
 
 def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequence[bytes], state: bytes) -> Path:
     """Compare copies, write the manifest and give the checkpoint its name; returns its path. Goes on where an earlier
-    call was killed. Raises CheckpointError and OSError."""
+    call was killed. Raises CheckpointError, OSError, and TrainingError (PP-E779) in a process of an older start."""
     temporary = checkpoint_folder.temporary_path(directory, step)
     path = checkpoint_folder.step_path(directory, step)
     writers = _writers(tuple(all_parts))
@@ -108,7 +108,7 @@ def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) ->
 
 
 def seal(path: Path, manifest: Manifest, state: bytes) -> None:
-    """Write and sync state and manifest. Raises CheckpointError (PP-E508) if this host does not see a whole file."""
+    """Write and sync state and manifest. Raises CheckpointError (PP-E508) if a file is not whole as seen from here."""
     files = manifest.files.items()
     unseen = [name for name, one in files if not (path / name).is_file() or (path / name).stat().st_size != one.bytes]
     if unseen:
@@ -203,7 +203,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def problems_of(error: BaseException, what: str, rank: int) -> tuple[Problem, ...]:
-    """Return an exception as problems: its own, or PP-E505 or PP-E507 that the rank could not do `what`."""
+    """Return an exception as problems: its own, or that the rank failed to do `what` (PP-E505: the disk's, PP-E507)."""
     if isinstance(error, PpctlError):
         return error.problems
     if isinstance(error, OSError):

@@ -30,7 +30,7 @@ class CopiesAtStart(NamedTuple):
     """All ranks' copies, as every rank knows them after the ranks have exchanged what they found."""
 
     start: str
-    """A number of this start."""
+    """A random text that names this start."""
     hosts: list[list[int]]
     keepers: list[int]
     """For each rank, the rank that keeps its copy on a neighbouring host; empty if `replicas` is 0."""
@@ -82,7 +82,7 @@ class LocalCopies:
 
     def clear(self, *, but_chosen: bool) -> None:
         """Delete copies on this host to free their memory: all copies, or with `but_chosen` all that are not chosen.
-        Files into which this host's ranks write values stay. Errors of the file system are ignored."""
+        Files into which this host's ranks write values stay. Raises OSError if the directory cannot be read."""
         chosen, kept = self.survey.chosen, set[str]()
         if but_chosen and chosen is not None:
             kept = local_copy.files_of(self.directory, chosen.step, chosen.start)
@@ -148,7 +148,7 @@ class LocalCopies:
         if not self.replicas:
             return
         whole = self.ranks.agree("make room for a neighbour's copy", self._make_room, all, each=bool, result=bool)
-        if used is not None and not whole:  # the next host may be lost before the next save
+        if used is not None and not whole:  # a host may be lost before the next save
             self._exchange(self.own.text(), used.bytes)
 
     def _make_room(self) -> bool:

@@ -91,7 +91,7 @@ def record_text(
 
 
 def is_of(record: LocalRecord, memory: memoryview) -> bool:
-    """Whether the values are the copied values; reads all values."""
+    """Whether the values in `memory` are those that the record was made of; reads all values."""
     return record.digests == list(digests_of(memory))
 
 
@@ -135,7 +135,7 @@ def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
 
 
 class HostCopy(NamedTuple):
-    """A copy on a host, by its record."""
+    """What the record of a copy on a host says."""
 
     rank: int
     kept: bool

@@ -1,6 +1,6 @@
 """The manifest: where in the files each part of each tensor is, and the digests of all bytes.
 
-`docs/checkpoint.md` has the format. Without torch, so that a checkpoint can be verified where torch is not installed.
+`docs/checkpoint.md` has the format. Needs no torch, so that a checkpoint can be verified where torch is not installed.
 """
 
 from __future__ import annotations

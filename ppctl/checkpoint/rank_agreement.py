@@ -44,7 +44,8 @@ class AgreeingRanks:
 
         `each` is the annotation (`ppctl.records.wire`) of what `work` returns, `result` of what `conclude` returns. If
         either raises on any rank, all ranks raise CheckpointError with the problems of all. `what` names the work in
-        messages, as an infinitive."""
+        messages, as an infinitive.
+        """
         sent, cause = self._attempt(what, each, work)
         outcomes = [
             self._read(what, each, share) for share in ([sent] if self.size == 1 else gather_bytes(sent, self.group))

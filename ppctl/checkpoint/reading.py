@@ -86,7 +86,7 @@ def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
 
 
 def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
-    """Fill shards, without other ranks. Equal boxes are read once."""
+    """Fill shards in place, without other ranks; equal boxes are read once. Raises as `CheckpointReader.fill` does."""
     filled: dict[TensorPart, Tensor] = {}
     for shard in shards:
         out = shard.tensor.detach()

@@ -109,7 +109,7 @@ def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
 
 def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
     """Yield where the weights of a checkpoint's `state` came from, then where the weights of that checkpoint came from,
-    and so on: checkpoints, at the end a directory. Stops at a checkpoint that cannot be read."""
+    and so on: paths of checkpoints, the last perhaps a model's. Stops at a checkpoint that cannot be read."""
     seen: set[str] = set()
     while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
         seen.add(named)

@@ -58,8 +58,8 @@ class Saver:
     def save(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any]) -> Path:
         """Write step-`step`; called by all ranks together, returns its path on all of them.
 
-        Parts of one tensor on several ranks are equal boxes (copies, with equal bits) or do not overlap, and together
-        are the whole tensor. `state` must be JSON-able and equal on all ranks; rank 0's is kept.
+        Any two parts of a tensor are equal boxes (copies, with equal bits) or do not overlap; together the parts are
+        the whole tensor. `state` must be JSON-able and equal on all ranks; rank 0's is kept.
 
         Raises CheckpointError on every rank if a rank fails: unequal copies, a full disk, no permission. Then, as after
         a crash at any moment, the earlier checkpoints and `latest` are as they were.
@@ -95,7 +95,7 @@ class Saver:
         return path
 
     def _prepare(self, what: str, step: int, parts: list[TensorPart]) -> None:
-        """Make the directory, and agree on each part's writer, unless every rank holds the parts of the last save."""
+        """Make the directory; agree on each part's writer, unless every rank still holds the parts of the last save."""
         changed = parts != self._parts
 
         def begin(changes: list[bool]) -> bool:
@@ -206,7 +206,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def finish(self, limit: float | None = None) -> bool:
-        """Wait at most `limit` seconds for the save under way; returns whether it is over. Raises as `Saver.save`."""
+        """Wait (at most `limit` seconds) for the save under way; returns whether it is over. Raises as `Saver.save`."""
         if self._thread is not None:
             self._thread.join(limit)
             if self._thread.is_alive():

@@ -122,8 +122,8 @@ class HostMemory:
 
 
 def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:
-    """Return the descriptor (or -1) and the mapping of `size` bytes of `file`, in memory, or of an unnamed file. Raises
-    OSError if there is no room."""
+    """Return the descriptor (-1 without memfd) and the mapping of `file`, which lies in memory, or of an unnamed file;
+    gives it `size` bytes. Raises OSError if there is no room."""
     if file is not None:
         descriptor = open_file(file, os.O_RDWR | os.O_CREAT)
     elif sys.platform != "linux":

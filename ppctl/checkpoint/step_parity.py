@@ -41,7 +41,7 @@ class Handed(NamedTuple):
     microbatch: int
     """The microbatch's number in the global batch, which does not depend on dp."""
     bits: tuple[int, int]
-    """The halves of the sum, modulo 2^64, of the bits of the message's values, read as integers."""
+    """The two halves of the sum, modulo 2^64, of the message's values, whose bits are read as integers."""
     squares: float
     """The sum of the squares of the message's values, in float64."""
 
@@ -196,7 +196,7 @@ class ParameterDifference(NamedTuple):
     of: int
     """How many ranks have parts or copies of the gradient."""
     relative: float
-    """The largest difference over the largest absolute value in the first run; nan if that value is 0."""
+    """The largest difference over the largest absolute value in the first run; nan if only that value is 0."""
     at: tuple[int, ...]
     """Where the largest difference is."""
     values: tuple[float, float]
@@ -236,10 +236,9 @@ def compare_step(
     progress: Callable[[str], None] = lambda name: None,
 ) -> StepDifferences:
     """Compare two runs' steps; returns the differences. A `tolerance` of 0 asks for equal bits; otherwise max |a - b| /
-    max |a| of a gradient may be as large as `tolerance`.
-
-    `place_of` gives a parameter's stage and its number in the order of forwards. `messages` (only if both runs have the
-    same stages) compares messages too. `uses` are the names of one shared parameter, the owner's first."""
+    max |a| of a gradient may be as large as `tolerance`. `place_of` gives a parameter's stage and its number in the
+    order of forwards. `messages` (only if both runs have the same stages) compares messages too. `uses` are the names
+    of one shared parameter, the owner's first."""
     ours, theirs = first.step.shapes.items(), second.step.shapes.items()
     different, equal, largest = [], 0, 0.0
     for name in sorted(dict(ours & theirs), key=in_order):

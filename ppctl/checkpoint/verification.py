@@ -43,8 +43,8 @@ def examine(
 ) -> Verified:
     """Check everything (without `values`: sizes, headers and the manifest's digest); returns all that is wrong.
 
-    `progress` is called with the number of bytes of values that were read. Raises CheckpointError if the manifest
-    cannot be read, OSError if the disk fails.
+    `progress` is called with the number of bytes of each chunk of values that was read. Raises CheckpointError if the
+    manifest cannot be read, OSError if the disk fails.
     """
     manifest = manifest or read_manifest(path)
     problems: list[Problem] = []
@@ -128,7 +128,7 @@ def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: s
 
 
 def _outgrown(path: Path, state: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
-    """Yield the problem of a growing batch that had another size at this position than the plan has from step 0 on."""
+    """Yield a problem if steps from this position on have other batch sizes than the plan, which counts from step 0."""
     step, consumed = state.get("step", 0), state.get("consumed_samples", 0)
     if not as_from_the_start(config.train, step, consumed):
         would = BatchSizes.of(config.train).position(step)

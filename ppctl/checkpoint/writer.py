@@ -2,10 +2,10 @@
 
 python -m ppctl.checkpoint.writer SOCKET PARENT started by the node's first rank, before it uses a GPU
 
-A rank connects, and passes the memory in which its copies lie: a file without a name, so that nothing is left in
-/dev/shm however the processes end. Then the rank asks for functions of `disk`, one at a time; the writer has a thread
-for each rank. The writer ends with its last connection, or when the rank that started it dies. If the writer dies,
-ranks do its work.
+A rank connects, and passes the memory in which its copies lie. Unless copies outlive their process (`local_copy`), it
+is a file without a name: nothing is left in /dev/shm however the processes end. Then the rank asks for functions of
+`disk`, one at a time; the writer has a thread for each rank. It ends with its last connection, or when the rank that
+started it dies. If the writer dies, ranks do its work.
 """
 
 from __future__ import annotations

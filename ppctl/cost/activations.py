@@ -239,7 +239,7 @@ def _tables(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> fl
 
 
 _LABEL = 8
-"""Bytes of a token's number, and of its label."""
+"""Bytes of a token's number, and as many of its label."""
 
 
 def _foreign_running(

@@ -48,8 +48,8 @@ def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
 
 
 def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
-    """(dense parameters, experts' parameters) on one device, since their replicas are on different ranks. An uneven
-    split counts its largest part."""
+    """(dense parameters, experts' parameters) on one device, apart since their replicas are on different ranks. Of an
+    uneven split the largest part counts."""
     dense = experts = 0
     for axes, number in count.items():
         own = held(number, axes, sizes)
@@ -90,7 +90,7 @@ def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int,
 def largest_matrices(
     model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes = _ONE_DEVICE
 ) -> tuple[int, int]:
-    """Elements of a stage's largest (dense tensor, stack of an experts' matrix) on one device, 0 if it has none."""
+    """(elements of a stage's largest dense tensor, of its largest stack of experts) on one device; 0 without one."""
     dense = experts = 0
     for row, _ in stage_rows(model, layers):
         own = held(row.elements, row.axes, sizes)
@@ -204,7 +204,7 @@ def iteration_bytes(
 
 @cache
 def _most(entries: tuple[Matrices, ...], ranks: int) -> tuple[int, int]:
-    """(elements, operations) of the ranks with most of each."""
+    """(elements, operations), each of the rank that has most of them."""
     elements, operations = [0] * ranks, [0] * ranks
     for matrices, owned in zip(entries, deal(entries, ranks), strict=True):
         for rank, number in enumerate(owned):

@@ -30,8 +30,8 @@ class StepBatch:
     labels: torch.Tensor
     """[m, b, s] int64: the token after each of `tokens`."""
     loss_mask: torch.Tensor
-    """[m, b, s] float32: 1 if the label counts. Samples of text are cut from one array and never padded: all ones,
-    unless documents' ends are masked. In conversations the answers count."""
+    """[m, b, s] float32: 1 if the label counts. In text all labels count, since samples are cut from one array and
+    never padded, unless documents' ends are masked; in conversations the answers count."""
     total_tokens: int
     """Unmasked labels of the whole global batch, over all dp ranks: the divisor of the loss."""
     checksum: int
@@ -147,8 +147,8 @@ def find_documents(
 class HeldOutBatches:
     """The batches of an evaluation: always the same, in the run's own proportions, each sample counted once.
 
-    At most `steps` batches, and no more than needed for every sample. If a sample comes again (to fill the last batch,
-    or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
+    There are at most `steps` batches, and no more than all samples need. If a sample comes again (to fill the last
+    batch, or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
     """
 
     def __init__(self, batches: Batches, steps: int) -> None:

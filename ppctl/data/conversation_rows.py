@@ -81,7 +81,7 @@ class ConversationRows:
         return Details(counts[:, 1:].reshape(shape), places.reshape(shape))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise DataError for the first token that a model of this vocabulary has no row for."""
+        """Raise DataError (PP-E406) naming the conversation of the first token that the vocabulary lacks."""
         self.conversations.check_vocabulary(vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
@@ -146,7 +146,7 @@ def make_rows(encoded: Sequence[Learned], description: str, data: DataConfig, to
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     """The numbers of the conversations in each row of at most `room` tokens: best fit, the longest first, of equal
-    lengths the earlier. Rows hold conversations in order, and are in the order of their first ones."""
+    lengths the earlier. Each row has its conversations in order; rows are in the order of their first conversations."""
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # (room left, row), in order
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
@@ -169,7 +169,7 @@ def _refuse_long(encoded: Sequence[Learned], longest: int, seq_length: int) -> N
     most = max(len(one.tokens) for one in long)
     message = (
         f"{len(long):,} of {len(encoded):,} conversations are longer than a row of data.seq_length={seq_length}; the "
-        f"longest has {most:,} tokens, and a row takes {longest:,} with its last label. data.too_long=cut keeps their "
+        f"longest has {most:,} tokens, but a row takes {longest:,} with its last label. data.too_long=cut keeps their "
         "beginnings, data.too_long=leave_out leaves them out"
     )
     places = "\n".join([one.place for one in long[:5]] + ([f"and {len(long) - 5:,} more"] if len(long) > 5 else []))

@@ -26,7 +26,7 @@ _PAGES, _PAGE = 256, 4096
 
 
 class Details(NamedTuple):
-    """Counted labels and places of samples' tokens, where marks in the tokens do not show them."""
+    """Which labels of samples count, and each token's place in its document, if no marks in the tokens show this."""
 
     counts: npt.NDArray[np.bool_]
     """[..., s]: which labels count."""
@@ -160,7 +160,7 @@ def _mapped(prefix: str) -> Corpus:
 
 
 def _digest(prefix: str, tokens: Tokens) -> str:
-    """Return the digest of a mapped file: of its tokens, or for too many of the index, the size and some pages."""
+    """Return the digest of a mapped file's tokens, or beyond WHOLE bytes of its index, its size and some pages."""
     if tokens.nbytes <= WHOLE:
         return hashlib.sha256(tokens.data).hexdigest()
     with open(idx_path(prefix), "rb") as stream:

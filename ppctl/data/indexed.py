@@ -158,8 +158,8 @@ _LONGEST = 2**31 - 1
 
 class IndexedWriter:
     """Takes documents in order; both files get their names when the `with` block ends, the .idx last, since a .bin
-    without an .idx is not read. Until then they are called `PREFIX.<random>.tmp`; an exception removes them. Raises
-    DataError (PP-E413) if a file of that name exists, unless `overwrite`."""
+    without an .idx is not read. Until then they are `.PREFIX.<random>.bin.tmp` and `.idx.tmp`; an exception removes
+    them. Raises DataError (PP-E413) if one of the files exists already, unless `overwrite`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], *, overwrite: bool = False) -> None:
         self.prefix = prefix

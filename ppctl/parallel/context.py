@@ -175,8 +175,8 @@ class RingAttention(_Blockwise):
 
 
 class GatherAttention(_Blockwise):
-    """Keys and values of all ranks are gathered beside the blocks within the rank's own halves, in the backward again;
-    their gradients are summed and scattered."""
+    """Keys and values of all ranks are gathered while the blocks within the rank's own halves are computed, and again
+    in the backward; their gradients are summed and scattered."""
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
         """Yield this rank's own keys and values, half by half, then all that come before each half."""
@@ -222,7 +222,7 @@ class HeadExchange:
         scale: float | None = None,
         drops: Dropped | None = None,
     ) -> Tensor:
-        """An `Attend`, for a number of heads that the ranks divide."""
+        """An `Attend`; the number of heads must be a multiple of the ranks."""
         size, widths = self.group.size(), (q.shape[-1], k.shape[-1], v.shape[-1])
         repeats = size // gcd(k.shape[1], size)
         if repeats > 1:

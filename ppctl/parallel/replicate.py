@@ -41,8 +41,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
-        """Start summing the stage's gradients / `divisor` beside the rest of the pipeline: once a step, after the
-        stage's last backward. Until `finish`, the gradients' values are undefined."""
+        """Divide the stage's gradients by `divisor`, and start summing them beside the rest of the pipeline: once a
+        step, after the stage's last backward. Until `finish`, the gradients' values are undefined."""
         own = self.stages[stage]
         for parameter in own if divisor != 1.0 else ():
             if parameter.grad is not None:
@@ -55,7 +55,7 @@ class GradientReducer:
             self._running += start_sums(parameters, group)
 
     def finish(self) -> None:
-        """Wait for every reduction started since the last call: the gradients are the sums."""
+        """Wait for every reduction started since the last call; then the gradients are the sums."""
         for work in self._running:
             work.wait()
         self._running.clear()

@@ -51,7 +51,7 @@ class Phases:
 
 @dataclass
 class TimeLeft:
-    """Rank 0's clock: `enter` notes a state's begin, and `over` returns, once a step, whether the run has to stop."""
+    """Rank 0's clock: `enter` records when a state begins; `over`, once a step, returns whether the run has to stop."""
 
     exit_at: float | None = None
     """When `train.exit_after` is over, in seconds since the epoch."""
@@ -78,7 +78,7 @@ class TimeLeft:
         self._doing = (state, now)
 
     def note_save(self, seconds: float) -> None:
-        """Note how long a save took, in the step or in the background."""
+        """Record how long a save took, in the step or in the background."""
         self.slowest_save = max(self.slowest_save or 0.0, seconds)
 
     def over(self) -> bool:

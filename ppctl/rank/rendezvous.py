@@ -46,7 +46,7 @@ _DUMP = "exception_dump"
 """torch's key, without a prefix: NCCL's watchdog sets it when a message fails. Where it is set, NCCL's monitor writes
 its record and ends its rank eight minutes later; an agent's store would keep the key for the next start's ranks."""
 _LOOK = 0.5
-"""Most seconds between looks at the store: 2,047 ranks ask it twice each."""
+"""The most seconds between looks at the store, which gets two questions from each of up to 2,047 ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,7 @@ class _RankProcess:
         return NodeWatch(run, plan, limits, checkpoint_folder.step_of(tried[0].path if tried else None))
 
     def _publisher(self, directory: Path, limits: Limits, write: Write) -> Publisher | None:
-        """On one rank of a node, the thread that publishes the states of all its ranks."""
+        """Start, on the node's first rank, the thread that publishes its ranks' states; None on the other ranks."""
         if self.own.local_rank != 0:
             return None
         ranks = range(self.own.rank, self.own.rank + self.own.local_world_size)
@@ -298,7 +298,7 @@ class _RankProcess:
         alarm: Alarm,
         publisher: Publisher | None,
     ) -> TrainingEnd:
-        """Load and train. Callbacks that save, record and watch come first, then the user's `followers`, then writers."""
+        """Load and train. Callbacks that save, record and watch come first, then the user's, then rank 0's writers."""
         run, config = self.shared.run, self.shared.config
         heartbeat.set_state("loading")
         clock = time_left(config.train.exit_after) if self.leads else TimeLeft()

@@ -78,7 +78,7 @@ def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: 
 def group_contacts(
     name: str, group: ProcessGroup, device: torch.device, *, ring: bool = True, exchanges: Collection[str] = ()
 ) -> list[Contact]:
-    """A group's contacts: on gloo a message over every edge of its ring, then a collective on each of its backends.
+    """A rank's contacts in a group: on gloo messages over its edges of the ring, then a collective on each backend.
 
     `exchanges` are further kinds, for which ranks connect differently (NCCL at the first of each): messages `round` the
     group, from every rank to the next, or `all to all`.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _MORE = 5.0
-"""Seconds beyond its limit in which torch says itself that it has not connected."""
+"""Seconds after its limit within which torch itself reports that it has not connected."""
 
 
 def connect(rank: int, world: int, patience: timedelta) -> Store:

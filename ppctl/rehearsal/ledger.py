@@ -95,7 +95,7 @@ def _size(tensor: Tensor) -> int:
 
 class LayerMarks:
     """Finds the kind of layer of a dispatched operation: in a forward that of the called module, in a backward that of
-    the layer whose forward made the running node, also while this recomputes."""
+    the layer whose forward made the running node, also while that layer recomputes."""
 
     def __init__(self) -> None:
         self.passes: dict[str, int] = {}

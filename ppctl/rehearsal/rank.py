@@ -52,7 +52,7 @@ class MemoryRecorder(Recorder):
         self.most_state = (0, 0)
 
     def begin(self, index: int) -> None:
-        """The action begins."""
+        """Record the memory at the action's begin."""
         self._note(index)
         if self.actions[index].op is Op.REDUCE_GRAD:  # all gradients of the stage exist, and nothing is freed yet
             self.most_state = tuple(map(max, self.most_state, self.state()))  # type: ignore[assignment]  # of two
@@ -61,7 +61,7 @@ class MemoryRecorder(Recorder):
         super().begin(index)
 
     def end(self, index: int) -> None:
-        """The action ends."""
+        """Record the memory at the action's end, and its peak."""
         super().end(index)
         self._note(index)
         self.ledger.during = STEP

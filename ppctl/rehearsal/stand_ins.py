@@ -43,7 +43,7 @@ class FusedKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The kernel in place of the function, if there is one."""
+        """Call the kernel in place of the function if there is one, else the function."""
         kernel: Callable[..., Any] | None = _KERNELS.get(func)
         return func(*args, **(kwargs or {})) if kernel is None else kernel(func, *args, **(kwargs or {}))
 
