@@ -54,7 +54,7 @@ def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
     """Fill the shards in place from the checkpoint at `path`; called by all ranks together; returns the saved state.
 
     Each rank passes the shards that it holds. Raises CheckpointError on every rank if the checkpoint is missing or
-    damaged, if only the checkpoint or only the ranks have a tensor or a part of it, or if a shape or dtype differs;
+    damaged, if a tensor or a part of it is only in the checkpoint or only on the ranks, or if a shape or dtype differs;
     damaged values are found while tensors are filled, everything else before.
     """
     ranks = AgreeingRanks(None)

@@ -192,11 +192,11 @@ class BackgroundSaver:
     def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any], *, to_disk: bool = True) -> None:
         """Wait for the previous save, as `finish` does; then copy `shards` and write them as step-`step` in the
         background, or without `to_disk` keep only the local copy. All ranks call this together. `shards` and `state`
-        are as in `Saver.save`. Raises ValueError if the shards are not those of the memory."""
+        are as in `Saver.save`. Raises ValueError if their parts are not `memory.parts`."""
         self.finish()
         began, held, text = time.perf_counter(), list(shards), state_text(state)
         if [shard.part for shard in held] != self.memory.parts:
-            raise ValueError("the shards that a rank saves in the background must keep their names and shapes")
+            raise ValueError("the parts that a rank saves in the background cannot change")
         if self.local is not None:
             self.local.own.forget()
         copied = self.memory.copy(held)

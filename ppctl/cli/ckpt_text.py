@@ -44,7 +44,7 @@ def contents(path: Path) -> dict[str, Any]:
         entry["dtypes"] = sorted({*entry["dtypes"], record.dtype})
     run = RunDir(path.parent.parent)
     sizes, model = state.get("parallel", {}), state.get("model", {})
-    # For a model of transformers, the numbers that its plan knows.
+    # Of a model from transformers its plan knows only three numbers.
     known = _MODEL if model.get("transformers") is None else ("num_layers", "hidden_size", "vocab_size")
     position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
     return {

@@ -46,20 +46,20 @@ def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
 
 
 def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
-    """The problem of a jump of the rate, with the commands to choose from; `typed` stood after `ppctl resume`, `more`
-    are switches that each command needs for other reasons."""
+    """The problem of a jump of the rate behind step `done`, with the commands to choose from. `typed` are the words
+    after `ppctl resume`; `more` are switches that also the first command needs, which keeps the decay."""
     last, following = _rate(before, max(done, 1)), _rate(after, done + 1)
     jump = f"{following / last:.3g} times as high" if last else "above 0"
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
     if held := _held(before):
-        # As its command has it: without typed rates.
+        # Without typed rates, as in the command that is printed for it.
         told, end = _with(after, {key: before[key] for key in text_keys() if sets_rate(key)} | held), after.train.steps
         rate = _rate(told, end)
         how = "stays" if _rate(told, min(before.train.steps + 1, end)) == rate else "ends at"
         choice = f"the decay ends at step {before.train.steps:,} as before, and the rate {how} {rate:.3g}"
         choices.append((choice + ("" if rate else " (nothing is learned)"), held, more))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
-    choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
+    choices.append(("the rates of a run that was as long from its start", {}, ("--allow",)))
     jumped = f"the next step's learning rate would be {jump}: {rates_text(before, after, done)}"
     # The rates of a choice replace typed rates.
     kept = [word for word in typed if not sets_rate(word)]

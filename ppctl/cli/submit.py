@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit one run, or with -m as an array job all runs of the command line that have no job and have not finished.
+    """Submit one run; with -m, as one array job, those of the command line that have no job and have not finished.
     Exit codes: 0 submitted, 2 config or the system refuses, 3 checkpoint, 4 memory."""
     several = bool(args.line.lists)
     if args.on == KUBERNETES:
@@ -60,19 +60,18 @@ def run(args: argparse.Namespace) -> int:
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
     jobs = [_job(each.launch) for each in swept]
     refuse(list(_of_other_size(jobs)))
+    if several:
+        find_begun(swept)
+    left = [(each, job) for each, job in zip(swept, jobs, strict=True) if not each.is_settled]
     if args.dry_run:
-        sys.stdout.write(render_array(jobs[0], [Path(job.run) for job in jobs]) if several else render(jobs[0]))
-        if several:
-            note(aligned(_plan_row(number, each) for number, each in enumerate(swept)))
+        _show_script(left, several)
         return 0
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
         words = [word for word in args.typed[1:] if word.partition("=")[0] != "--on" and word != args.on]
         remedy = pasted("ppctl", "train", *words) if several else f"{jobs[0].command} --dry-run"
         raise ConfigError(Problem("PP-E620", message, remedy, "PATH"))
-    if several:
-        find_begun(swept)
-    _submit([(each, job) for each, job in zip(swept, jobs, strict=True) if not each.is_settled])
+    _submit(left)
     rows = [(each, each.run, str(each.run.job().get("job"))) for each in swept if each.run]
     if args.json:
         submitted = [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]
@@ -83,6 +82,16 @@ def run(args: argparse.Namespace) -> int:
         _, run_dir, number = rows[0]
         _show(run_dir, number)
     return 0 if several else _check_start(rows[0][1])
+
+
+def _show_script(jobs: Sequence[tuple[SweptRun, SlurmJob]], several: bool) -> None:
+    if not several:
+        sys.stdout.write(render(jobs[0][1]))
+    elif jobs:
+        sys.stdout.write(render_array(jobs[0][1], [each.run.path if each.run else Path(job.run) for each, job in jobs]))
+        note(aligned(_plan_row(number, each) for number, (each, _) in enumerate(jobs)))
+    else:
+        note("every run of this command line has a job or has finished")
 
 
 def _submit_to_cluster(launch: Launch, args: argparse.Namespace) -> int:

@@ -66,14 +66,14 @@ class SweptRun:
 
 
 def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], Launch]) -> list[SweptRun]:
-    """All runs of the command line, each made by `prepare` from a command line of its own. Notes and problems that
-    several share are reported once. Raises one error with all problems of all runs."""
+    """All runs of the command line (in an array job the one of the task), each made by `prepare` from a command line
+    of its own. What several note or lack is reported once. Raises one error with all problems of all runs."""
     lines = combinations(args.line)
     values = [dict(override.split("=", 1) for override in line.overrides) for line in lines]
     named = list(zip(labels(values), lines, strict=True))
     if task := os.environ.get(_TASK, ""):
         if not task.isdecimal() or int(task) >= len(named):
-            message = f"{_TASK}={task}, and the sweep has {len(named)} runs, counted from 0"
+            message = f"{_TASK}={task}, but the sweep has {len(named)} runs, counted from 0"
             raise ConfigError(Problem("PP-E106", message, f"sbatch --array=0-{len(named) - 1}", "environment"))
         named = [named[int(task)]]
     swept, wrong, notes = [], dict[tuple[str, str, str], tuple[Problem, list[str]]](), dict[str, None]()

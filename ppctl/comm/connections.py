@@ -230,7 +230,8 @@ def other_end(channel: Channel, rank: int) -> int:
 def _pair_ends(
     connections: Connections, kind: str, device: torch.device, own: list[Channel], *, variable: bool, connect: bool
 ) -> dict[Channel, DirectEnd]:
-    """A connection of its two ends for every channel (and for its headers, if shapes vary)."""
+    """This rank's end of each channel, on a connection of two ranks (of two such if shapes vary: headers go apart).
+    With `connect` both ranks of a channel exchange a message here, so they must go through channels in one order."""
 
     def end(channel: Channel, part: str) -> DirectEnd:
         peer = sorted(channel[:2]).index(other_end(channel, connections.rank))

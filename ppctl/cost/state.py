@@ -115,8 +115,8 @@ _FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
 
 
 def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes) -> int:
-    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them. In
-    decoder layers the weights of attention and feed-forward count, not the router; in the loss layer the output."""
+    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them. Of
+    decoder layers the weights of attention and feed-forward count, not the router's; of the loss layer the head's."""
     shapes = set()
     for kind in set(layer_kinds(model, layers)):
         rows = kind_parameters(Sizes.of(model), kind) if kind.name != "embedding" else ()

@@ -177,8 +177,8 @@ def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: Parallel
 def _matrices(
     found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
 ) -> None:
-    """Note that gradients of Muon's matrices go to their owners, and weights come back: for each bucket one reduce and
-    one broadcast per owner (`parallel/shard.py`)."""
+    """Add to `found` what is sent for Muon's matrices: gradients go to their owners, and weights come back, for each
+    bucket by one reduce and one broadcast per owner (`parallel/shard.py`)."""
     named = [
         {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
         for layers in stages

@@ -27,7 +27,7 @@ def uses_of_embedding(model: ModelConfig) -> tuple[str, ...]:
 
 
 def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
-    """The rows of a stage, replicas included, each with the number of its layers that have it."""
+    """The rows of a stage, tied copies included, each with how many of the stage's layers have it."""
     held, sizes = tuple(layers), Sizes.of(model)
     kinds = Counter(layer_kinds(model, held))
     counted = [(row, number) for kind, number in kinds.items() for row in kind_parameters(sizes, kind)]

@@ -71,10 +71,11 @@ def _is_restart(started: Started, before: RunDir) -> bool:
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
     """Set `run` to go on from `checkpoint` with the config of `launch`; earlier files are kept under numbered names.
-    Raises ConfigError (PP-E610) if the directory cannot be written."""
+    Raises ConfigError (PP-E610) if the directory cannot be written, PP-E559 if what stands in it is no file."""
     resume = launch.config.checkpoint.resume
     if checkpoint is not None and resume != AUTO:
         resume = str(checkpoint)
+    run.check_files()
     try:
         # The launcher's ranks do not look, but an agent of an earlier start does.
         write_atomically(run.path / "life", f"launcher-{secrets.token_hex(4)}")

@@ -225,7 +225,8 @@ class Watch:
             self._deadline = now + self.job.stop_grace
 
     def _handle_key(self) -> None:
-        """Act on Ctrl-C: ask to save if there is something to save; otherwise, or the second time, end; then kill."""
+        """Act on Ctrl-C: ask the ranks to save if a step is done and they have not been asked, otherwise end the run;
+        kill a run that is ending."""
         step = max(
             (state.step for state in heartbeat.read_all(self.job.directory, range(self.job.world_size))), default=0
         )

@@ -132,10 +132,7 @@ class Capability:
             return cls(device.type)
         compute = torch.cuda.get_device_capability(device)
         cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-        grouped, scaled = (
-            hasattr(F, "grouped_mm"),
-            hasattr(F, "scaled_mm"),
-        )  # torch added these after _scaled_grouped_mm
+        grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")  # not in every torch that ppctl supports
         documents = _varlen_attn() if packed else None
         fuses = partial(fuses_swiglu, device)
         return cls(device.type, compute, documents, grouped, scaled, adds_products(device), fuses, cuda)

@@ -37,10 +37,10 @@ class Rotary:
         self._turns = torch.empty(0, 2, self.dim // 2, device="cpu")
 
     def turns(self, like: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
-        """Cosines and sines [length, 2, dim / 2] of the positions in a row, on the device of `like` and in its dtype.
+        """Cosines and sines [length, 2, dim / 2] of the positions below `length`, with the device and dtype of `like`.
 
-        With other `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a row's own table for all
-        heads.
+        With `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a table for each sample, for all
+        its heads.
         """
         kept = self._turns
         if len(kept) < length or kept.device != like.device or kept.dtype != like.dtype:

@@ -190,7 +190,7 @@ class GatherAttention(_Blockwise):
         yield BlockGroup(blocks, to_whole(gathered.pop(), 2))
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """Sum the gradients of all ranks' keys and values by one reduce_scatter."""
+        """Add the first of `parts`, this rank's own, to `own`, then by a reduce_scatter the other, over all ranks."""
         b, groups, s, width = own.shape
         _add(own, next(parts))
         for part in parts:

@@ -41,8 +41,8 @@ class TensorParallel:
         return gathered
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum over ranks of x [b, s, ...]; returns the function that waits for it: the own tokens [b, s /
-        size, ...], or all, in the memory of x."""
+        """Start the sum over ranks of x [b, s, ...]. The function returned waits for it and gives this rank's tokens
+        [b, s / size, ...] of it, or all without sequence parallelism; then a contiguous x is overwritten."""
         starting(self.group)
         if not self.sequence:
             total = rows = x.contiguous()

@@ -287,7 +287,7 @@ def offloaded(
     which = f"the first {layers} decoder layers of every stage leave" if whole else "all decoder layers leave"
     equation = (
         f"offloaded: {which} up to {amount(slowest.offloaded_bytes)} of a microbatch to the host, and a rank up to "
-        f"{amount(host)} at once; copying takes {slowest.copy_s:.3g} s each way, beside a forward and a backward of "
-        f"{slowest.forward_s:.3g} and {slowest.backward_s:.3g} s"
+        f"{amount(host)} at once; copying takes {1e3 * slowest.copy_s:.3g} ms each way, beside a forward and backward "
+        f"of {1e3 * slowest.forward_s:.3g} and {1e3 * slowest.backward_s:.3g} ms"
     )
     return (Derived("offloaded", round(host / GIB.size, 2), equation),)

@@ -186,7 +186,7 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
 
 
 def check_filled(values: ConfigValues, choice: Choice, vpp: int, batch: BatchSplit, violations: Violations) -> None:
-    """Add a violation for fewer microbatches in a schedule call than the policy has lists for."""
+    """Add a violation if a schedule call has fewer microbatches than its policy needs."""
     policy, pp, count, mbs = choice.policy, values["pp"], batch.num_microbatches, batch.micro_batch_size
     if policy is None or choice.searched or count >= (least := policy.needs_microbatches(pp)):
         return
@@ -358,7 +358,8 @@ def decide_warmup(
 def simulated_steps(
     pp: int, costs: Costs, make: Callable[[int], Schedule], fits: Callable[[Schedule], bool] = lambda schedule: True
 ) -> dict[int, float]:
-    """Extra warm-up -> seconds of a step, for 0 and those whose memory `fits`."""
+    """Extra warm-up -> seconds of a step, for 0, powers of 2 and pp - 1, until the memory no longer `fits` or the
+    microbatches of a group do not suffice (for none where they do not for 0)."""
     times: dict[int, float] = {}
     for extra in sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)}):
         schedule = make(extra)
@@ -367,7 +368,7 @@ def simulated_steps(
         try:
             times[extra] = step_time(simulate(schedule, costs))
         except ScheduleError:
-            break  # a group of microbatches leaves no room for this or more
+            break
     return times
 
 

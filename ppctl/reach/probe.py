@@ -195,7 +195,8 @@ def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> d
 
 
 def _seconds(source: int, target: int, elements: int, device: torch.device) -> float:
-    """Seconds one way, half of a round trip: the median of several."""
+    """Seconds that a message takes from `source` to `target`: half of a round trip, the median of several. Both ranks
+    call this together."""
     tensor = torch.zeros(elements, device=device)
     times = []
     for _ in range(_ROUNDS):

@@ -178,7 +178,8 @@ class DeviceLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Count an operation and run it, or give zeros if it reads values."""
+        """Count an operation and run it, or give a zero if it reads a value. Raises NotImplementedError if the size of
+        its result depends on values."""
         kwargs = kwargs or {}
         self._operations[self.during] += 1
         if func.namespace == "c10d":

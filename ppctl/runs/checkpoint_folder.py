@@ -238,7 +238,8 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def prepare(directory: Path, step: int) -> Path:
-    """Make the empty directory into which `step` is written, after removing the remains of crashed saves."""
+    """Make the empty directory into which `step` is written, after removing the remains of crashed saves. A directory
+    in the place of the link `latest` is renamed to latest.old."""
     directory.mkdir(parents=True, exist_ok=True)
     sweep(directory)
     pointer = directory / LATEST

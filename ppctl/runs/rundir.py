@@ -346,8 +346,8 @@ class RunDir:
         warn(odd(self.path / name, f"{reason}; it is left out"))
 
     def check_files(self) -> None:
-        """Raise ConfigError (PP-E559) if something that the next start copies or appends to is no regular file."""
-        names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
+        """Raise ConfigError (PP-E559) if what the next start copies, replaces or appends to is no regular file."""
+        names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt", "life")
         for file in filter(os.path.lexists, (*(self.path / name for name in names), *(self.path / "logs").glob("*"))):
             try:
                 open_regular(file, follow=False).close()

@@ -105,21 +105,21 @@ def _training() -> list[str]:
 
 
 def requested(schedule: str | PathLike[str] | None, memory: float | None, costs: Costs | None) -> ScheduleRequest:
-    """The request that a program's arguments mean; a file, which is any path or a text `....csv`, is read. Raises
+    """The request that a program's arguments mean; a file (a path, or a text that ends with .csv) is read. Raises
     ScheduleError for an unknown name (PP-E304) and a file without a schedule (PP-E216), and ConfigError (PP-E396) for
-    memory or costs without a search."""
+    memory or costs without a search and for a memory that is not above 0."""
     policy = schedule_policy(schedule) if isinstance(schedule, str) else None
     for name, value in (("memory", memory), ("costs", costs)):
         if value is not None and policy != AUTO:
-            message = f"{name} is for the schedule that is searched for"
+            message = f"{name} is only for a schedule that is searched for"
             raise ConfigError(Problem("PP-E396", message, f'schedule="auto", {name}=...'))
     if memory is not None and not (isinstance(memory, int | float) and memory > 0):
-        message = f"memory is {memory!r}: a multiple of the activations of 1F1B's first rank"
+        message = f"memory must be above 0 (1.0: the activations of 1F1B's first rank), not {memory!r}"
         raise ConfigError(Problem("PP-E396", message, "memory=1.0"))
     if schedule is None or policy is not None:
         return ScheduleRequest(policy, memory=1.0 if memory is None else memory, costs=costs)
     if not isinstance(schedule, PathLike) and not (isinstance(schedule, str) and schedule.lower().endswith(".csv")):
-        message = f"there is no schedule {schedule!r}: {AUTO}, a file of the name ...csv, {', '.join(_training())}"
+        message = f"there is no schedule {schedule!r}: {AUTO}, a file named *.csv, {', '.join(_training())}"
         raise ScheduleError(Problem("PP-E304", message, 'schedule="zb_h1"'))
     path = fspath(schedule)
     return ScheduleRequest(given=replace(read_schedule(path), name=path))

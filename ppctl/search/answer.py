@@ -46,7 +46,8 @@ class AnswerRow(NamedTuple):
 
 
 def rows(search: Search) -> list[AnswerRow]:
-    """The fastest configuration of each division of the ranks, the fastest first."""
+    """The fastest configuration of each division of the ranks (`AXES`), at most ROWS, in the order of `search.found`.
+    Divisions that differ only in cp and microbatch and take as long share a row."""
     best: dict[tuple[Any, ...], Planned] = {}
     for planned in search.found:
         best.setdefault(planned.configuration[: len(AXES)], planned)

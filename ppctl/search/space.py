@@ -83,8 +83,8 @@ class SearchSpace:
 
     @cached_property
     def first(self) -> Configuration | None:
-        """A configuration that no rule on sizes or between values forbids; None if there is none. Rules between values
-        depend on whether an axis divides anything, not on how many parts."""
+        """A configuration that no rule on sizes or between values forbids; None if there is none. Such rules see
+        whether a size is above 1, not the size: of each pattern of these one configuration is tried."""
         broken = set()
         for axes in self.axes():
             sizes, point = self.sizes(axes), axes._replace(recomputation=self.recomputations[0])

@@ -26,7 +26,7 @@ class Location(NamedTuple):
 
 
 def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[Location]:
-    """All parameters in the model's order, in which a norm is summed; shared ones once, as their owner."""
+    """All parameters in the model's order, the order in which a norm is summed; a tied one once, where its owner is."""
     locations = [
         Location(name, spec.stage, spec.pp_rank)
         for spec in stages

@@ -296,9 +296,9 @@ def _as_training_error() -> Iterator[None]:
 
 def _before(directory: Path, bad: int, least: int) -> list[FoundCheckpoint]:
     """On rank 0: this run's checkpoints at least `least` steps before the step `bad`, newest first. Raises
-    CheckpointError (PP-E736) if there is none."""
+    CheckpointError (PP-E736) if there is none, or the run has gone back to the first of them MOST_TO_ONE times."""
     found = [each for each in checkpoint_folder.candidates(AUTO, directory) if step_of(each.path) <= bad - least]
-    why = f"no checkpoint is {least:,} steps before it"
+    why = f"no checkpoint is {least:,} or more steps before it"
     if found:
         before = sum(each.step == step_of(found[0].path) for each in steps_back(directory))
         if before < MOST_TO_ONE:

@@ -172,13 +172,21 @@ def test_the_same_command_submits_what_has_no_job_and_has_not_finished(
     for number, state in enumerate(("finished", "failed", "finished", "stopped")):
         by_job[f"77_{number}"].write_status(state)
     capsys.readouterr()
+    assert main(["submit", *SWEEP, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
     assert main(["submit", *SWEEP, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["runs"]
     assert [run["job"] for run in told] == ["77_0", "77_0", "77_2", "77_1"]
     assert [run["id"] for run in told] == [by_job[f"77_{number}"].id for number in range(4)]
     array = Path((slurm / "log").read_text().splitlines()[1].split()[-1]).read_text()
     assert "#SBATCH --array=0-1\n" in array
-    assert re.findall(r"^  (\S+)$", array, re.MULTILINE) == [told[n]["run"] for n in (1, 3)]
+    for text in (array, shown):
+        assert re.findall(r"^  (\S+)$", text, re.MULTILINE) == [told[n]["run"] for n in (1, 3)]
+    for run in runs:
+        run.write_status("finished")
+    assert main(["submit", *SWEEP, "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "every run of this command line has a job or has finished" in err
 
 
 def test_a_dry_run_prints_the_script_of_the_array_and_a_line_on_each_plan_and_writes_nothing(
