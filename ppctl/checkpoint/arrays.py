@@ -92,7 +92,7 @@ def compare(
 
     Tensors with the same digests of the same boxes are equal without being read; other tensors are read in blocks.
     `progress` is called with the number of the first checkpoint's bytes in each block. Raises CheckpointError (PP-E503)
-    if values are not what was saved.
+    if values are not what was saved, and OSError.
     """
     ours, theirs = first.manifest.tensors, second.manifest.tensors
     different = []

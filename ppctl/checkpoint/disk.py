@@ -108,7 +108,7 @@ def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) ->
 
 
 def seal(path: Path, manifest: Manifest, state: bytes) -> None:
-    """Write and sync state and manifest. Raises CheckpointError (PP-E508) if a file is not whole as seen from here."""
+    """Write and sync state and manifest. Raises CheckpointError (PP-E508) if this host does not see all of a file."""
     files = manifest.files.items()
     unseen = [name for name, one in files if not (path / name).is_file() or (path / name).stat().st_size != one.bytes]
     if unseen:
@@ -203,7 +203,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def problems_of(error: BaseException, what: str, rank: int) -> tuple[Problem, ...]:
-    """Return an exception as problems: its own, or that the rank failed to do `what` (PP-E505: the disk's, PP-E507)."""
+    """Return an exception as problems: its own, or that the rank failed to do `what` (disk: PP-E505, else PP-E507)."""
     if isinstance(error, PpctlError):
         return error.problems
     if isinstance(error, OSError):

@@ -109,7 +109,7 @@ def remove_all(directory: Path) -> None:
 
 
 def sweep(directory: Path, names: Collection[str]) -> None:
-    """Delete all copies and records on this host except the copies called `names`."""
+    """Delete all files of copies on this host, values and records, except those called `names`. Raises OSError."""
     for name in private_files.names(directory):
         if _OWN.fullmatch(name) and name not in names:
             private_files.remove(directory / name)

@@ -31,7 +31,7 @@ class CheckpointReader(ChunkReader):
         self._there: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved."""
+        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved, and OSError."""
         record = self.manifest.tensors[name]
         files = {shard.file for shard in record.shards} - self._there
         check_files(self.path, self.manifest, files)  # before memory is allocated as the manifest says

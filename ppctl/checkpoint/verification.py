@@ -134,7 +134,7 @@ def _outgrown(path: Path, state: Mapping[str, Any], config: RunConfig) -> Iterat
         would = BatchSizes.of(config.train).position(step)
         message = (
             f"after {step:,} steps the checkpoint has consumed {consumed:,} samples, but a run with train.batch_rampup="
-            f"{config.train.batch_rampup} consumes {would:,}: the batches that follow would not be the plan's"
+            f"{config.train.batch_rampup} would have consumed {would:,}: the batches that follow are not the plan's"
         )
         yield Problem("PP-E423", message, "train.batch_rampup=null", str(path))
 

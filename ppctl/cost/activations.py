@@ -245,7 +245,7 @@ _LABEL = 8
 def _foreign_running(
     model: ModelConfig, kind: Kind, cost: LayerCost, setting: Setting
 ) -> tuple[float, float, float, float]:
-    """Return a microbatch's bytes that stay, that are recomputed or input, and further ones in forward and backward."""
+    """Return bytes of a microbatch: (that stay, recomputed with the input, further in forward, further in backward)."""
     batch, length, hidden = setting.micro_batch_size, setting.seq_length, setting.hidden_bytes(model)
     inside = cost.kept.of(batch, length)
     stays = inside + (hidden if cost.keeps_input and kind.name != "embedding" else 0)

@@ -30,8 +30,8 @@ class StepBatch:
     labels: torch.Tensor
     """[m, b, s] int64: the token after each of `tokens`."""
     loss_mask: torch.Tensor
-    """[m, b, s] float32: 1 if the label counts. In text all labels count, since samples are cut from one array and
-    never padded, unless documents' ends are masked; in conversations the answers count."""
+    """[m, b, s] float32: 1 if the label counts. In text all labels count (samples are cut from one array, never padded)
+    unless documents' ends are masked; in conversations the answers count."""
     total_tokens: int
     """Unmasked labels of the whole global batch, over all dp ranks: the divisor of the loss."""
     checksum: int

@@ -93,7 +93,7 @@ class Blend:
         return Details(counts, places)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check each corpus, as `Corpus` does."""
+        """Check each corpus in turn. Raises DataError as `Corpus.check_vocabulary` does."""
         for corpus in self.corpora:
             corpus.check_vocabulary(vocab_size)
 

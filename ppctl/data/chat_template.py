@@ -78,7 +78,7 @@ class ChatTemplate:
         return process
 
     def _answer(self, process: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:
-        """The process's answer. Raises RenderingFailed if it refuses or has ended: the next text gets a new process."""
+        """The process's answer. Raises RenderingFailed if the template refuses or the process ends."""
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         with suppress(BrokenPipeError):
             print(json.dumps(question), file=process.stdin, flush=True)

@@ -85,7 +85,7 @@ class ConversationRows:
         self.conversations.check_vocabulary(vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
-        """(rows to train on, the last rows, held out). Raises DataError if none is left to train on."""
+        """(rows to train on; rows held out, the last ones). Raises DataError if none is left to train on."""
         number = self.num_samples(seq_length)
         kept = number - held_out_samples(number, fraction, self.description)
         return self._part(0, kept, "trained on"), self._part(kept, number, "held out")

@@ -168,7 +168,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
-    """Whether a message has content, since templates would write null as "None"; only calls of tools may have null."""
+    """Whether a message has content: templates would write null as "None". Only calls of tools may have none."""
     content = message.get("content")
     if content is None:
         return not message.keys() <= {"role", "content", "name"}

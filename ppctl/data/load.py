@@ -94,7 +94,7 @@ def of_document_ends(data: DataConfig) -> list[str]:
 
 
 def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
-    """Return the function that reads one path of `data.path`, as `data.format` says."""
+    """Return the function that reads one path of `data.path`, as `data.format` says. Raises as `open_template`."""
     cache = None if data.cache is None or data.tokenizer == "byte" else Path(data.cache).expanduser()
     if data.cache == "auto" and cache is not None:
         cache = cache_directory() / "tokens"
@@ -121,7 +121,7 @@ def load_conversations(
 
 
 def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | ConversationRows]) -> Blend:
-    """The corpora that a value of `data.path` names, with their proportions."""
+    """The corpora that a value of `data.path` names, with their proportions. Raises DataError with all problems."""
     sources = read_sources(path)
     if not sources:
         return Blend((load(None),))

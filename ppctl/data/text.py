@@ -29,7 +29,7 @@ _MUCH = 4 * 1024 * 1024
 
 
 def standard_library() -> tuple[list[Path], str]:
-    """(the source files of Python's own library, in order, a line that describes them). Raises DataError (PP-E405)."""
+    """(the source files of Python's own library, in order; a line that describes them). Raises DataError (PP-E405)."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):

@@ -110,8 +110,8 @@ class _Blockwise:
         raise NotImplementedError
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """The gradients of the rank's own keys and values, of all ranks, in the memory of `own` (zeros); `parts` are
-        the gradients of each of `self.parts`, in order."""
+        """Sum all ranks' gradients of this rank's own keys and values, in the memory of `own` (zeros). `parts` are the
+        gradients that this rank computes, for each of `self.parts` in order."""
         raise NotImplementedError
 
     def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None, *, apart: bool) -> BlockGroup:
@@ -160,7 +160,7 @@ class RingAttention(_Blockwise):
         yield part
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """The gradients follow their keys and values one hop behind, and get every rank's share on the way."""
+        """Send sums of gradients round, one hop behind their keys and values; each rank adds its share on the way."""
         hop = None
         _add(own, next(parts))
         for part in parts:

@@ -96,7 +96,7 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.Proces
 
 
 def gather_runs(own: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """The whole tensor, `size` long along `dim`, from each rank's contiguous slice (as `geometry/rows.py` cuts it)."""
+    """Gather the whole tensor, `size` long along `dim`, from the ranks' contiguous slices (of `geometry/rows.py`)."""
     step = -(-size // group.size())
     first = own.movedim(dim, 0)
     filled = first.new_zeros(step, *first.shape[1:])
