@@ -31,7 +31,7 @@ class CheckpointReader(ChunkReader):
         self._there: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved."""
+        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved, and OSError."""
         record = self.manifest.tensors[name]
         files = {shard.file for shard in record.shards} - self._there
         check_files(self.path, self.manifest, files)  # before memory is allocated as the manifest says
@@ -86,7 +86,7 @@ def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
 
 
 def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
-    """Fill shards, without other ranks. Equal boxes are read once."""
+    """Fill shards in place, without other ranks; equal boxes are read once. Raises as `CheckpointReader.fill` does."""
     filled: dict[TensorPart, Tensor] = {}
     for shard in shards:
         out = shard.tensor.detach()

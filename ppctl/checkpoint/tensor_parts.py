@@ -140,7 +140,7 @@ class Writers(NamedTuple):
 
 
 class _PartColumns(NamedTuple):
-    """Parts as bytes encode them: three lists in place of a record for each, and what parts share only once."""
+    """Parts as bytes encode them: three lists instead of a record for each part; what parts share is there once."""
 
     names: list[str]
     kinds: list[tuple[tuple[int, ...], str, Box]]

@@ -39,7 +39,7 @@ Exchanges = Mapping[str, Collection[str]]
 
 
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
-    """Make the default process group on `backends` (`ppctl.host.devices`): gloo for messages between CPUs among them.
+    """Make the default process group on `backends` (`ppctl.host.devices`), with gloo for messages between CPUs.
 
     A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long
     backends wait for other ranks, in the world's group and in every group that is made later. Raises DeadEdge
