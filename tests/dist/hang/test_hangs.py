@@ -101,7 +101,7 @@ def ended_with_both_ends_named(fault: Fault, first: str, err: str, run: Path) ->
         "deaf": ("PP-E707", r"rank (\d) on \S+ does not reach rank (\d) on \S+: .* was sent but has not come"),
         "cut": (
             "PP-E711",
-            r"the connection from rank (\d) on \S+ to rank (\d) on \S+ broke before any rank had reported",
+            r"the connection from rank (\d) on \S+ to rank (\d) on \S+ broke before any rank had",
         ),
     }[fault.kind]
     assert first.startswith(f"error {code}: rank ")
