@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PpctlError as error:
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
         return error.exit_code
-    except OSError as error:  # another try may succeed: the other pods wait
+    except OSError as error:  # the JobSet makes all pods anew, and another try may succeed
         print(visible(f"note: this pod cannot use the run directory {args.run}: {error}"), file=sys.stderr)
         return GO_ON
 
