@@ -40,7 +40,7 @@ _LONGEST = 2**13
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """`text` with its control characters, but those in `keep`, as escapes such as \\x1b."""
+    """`text` with its control characters, except those in `keep`, as escapes such as \\x1b."""
     # From DEL on as JSON escapes: JSON leaves DEL as it is, and a printed object must stay JSON.
     return CONTROL.sub(lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), text)
 

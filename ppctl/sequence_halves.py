@@ -69,7 +69,7 @@ def _own_row(row: Sequence[int], own: Halves, apart: bool) -> list[int]:
 
 @lru_cache(64)
 def own_blocks(lengths: Lengths) -> tuple[VisibleBlock, ...]:
-    """Every document of `lengths` by itself, causal."""
+    """A causal block for every document of `lengths`; neighbouring rows with equal documents share blocks."""
     blocks = []
     for first, last, row in _runs(lengths):
         for document in _documents(row):
@@ -82,9 +82,9 @@ def own_blocks(lengths: Lengths) -> tuple[VisibleBlock, ...]:
 def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[VisibleBlock, ...]:
     """Blocks in which a rank's queries see the keys of another rank: one or none for each row.
 
-    Keys are of earlier chunks than the queries, so only the document over the end of the last visible chunk counts: its
-    queries are the first, its keys the last visible ones. Visible are, of an earlier rank, its first half, for all
-    queries; of a later rank both halves, for the second half of the queries.
+    Keys are of earlier chunks than the queries, so only the document that spans the end of the last visible chunk
+    counts: its queries are the first ones, its keys the last visible ones. An earlier rank's first half is visible to
+    all queries, a later rank's two halves to the second half of the queries.
     """
     later, theirs = source > own.rank, Halves(source, own.ranks, own.length).positions
     queries, keys = own.positions[later:], theirs[: 1 + later]
@@ -101,8 +101,8 @@ def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[VisibleBloc
 
 @lru_cache(64)
 def gathered_blocks(lengths: Lengths, own: Halves) -> tuple[VisibleBlock, ...]:
-    """Blocks in which a rank's queries see the whole sequence before their half: of each row and half at most
-    one block, the document over the half's start. Keys count within the whole sequence."""
+    """Blocks in which a rank's queries see the whole sequence before their half: for each row and half at most one
+    block, of the document that spans the half's start. Keys count within the whole sequence."""
 
     def of_row(row: Sequence[int]) -> list[tuple[int, int, int, int]]:
         visible = []

@@ -66,7 +66,7 @@ class ParallelSizes:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem("PP-E201", f"{name} is {size}; every parallel size is at least 1", f"{name}=1")
+            Problem("PP-E201", f"{name} is {size}, but every parallel size must be at least 1", f"{name}=1")
             for name in (each.name for each in fields(self) if each.name != "order")
             if (size := getattr(self, name)) < 1
         ]
@@ -152,8 +152,8 @@ class RankGrid:
 
 
 def pairs_with_messages(sizes: ParallelSizes) -> Iterator[tuple[int, int]]:
-    """Pairs of ranks that exchange messages along axes: any two of a group, of RINGS neighbours in the ring. A pair may
-    come several times."""
+    """Pairs of ranks that exchange messages along axes: any two of a group, but along RINGS only neighbours in the
+    ring. A pair may come several times."""
     grid = RankGrid(sizes)
     for axes in axes_with_groups(sizes, experts=True):
         for group in grid.groups(*axes.split("-")):

@@ -1,5 +1,5 @@
-"""One agent per host for the ranks of several: torch's elastic agent, with ppctl's processes, proofs and reasons.
+"""One agent per host for a run on several: torch's elastic agent, with ppctl's processes, proofs and reasons.
 
-`ppctl node` becomes `job`, and SLURM's jobs and pods start it: this host's agent (`node`) lives with the others that it
-meets (`rendezvous`, `lives`), on fewer hosts by a plan for these (`smaller`).
+`ppctl node` becomes the program `job`, which SLURM jobs and pods start: it runs this host's agent (`node`), which meets
+the others (`rendezvous`, `lives`). If hosts are missing, `smaller` plans for fewer, or `requeue` starts the job again.
 """

@@ -1,5 +1,5 @@
-"""`python -m ppctl.agent` is the program `ppctl.agent.job`. No signal ends it, or is lost, while it imports; none that
-comes when its outcome is known changes that."""
+"""`python -m ppctl.agent` is the program `ppctl.agent.job`. No signal ends it, or is lost, while it imports; none
+changes the outcome once that is known."""
 
 import signal
 import sys

@@ -1,6 +1,6 @@
 """The program of a host's agent, to the end of the job.
 
-    python -m ppctl.agent HOST PORT TYPED [RUN FD]   `ppctl node` becomes it
+    python -m ppctl.agent HOST PORT TYPED [RUN FD]   what `ppctl node` becomes
     python -m ppctl.agent --submitted RUN            on each node of SLURM's job, and in each pod
 
 TYPED is what was typed after `ppctl node` here. With RUN and FD this host has the rendezvous, on the listening socket
@@ -52,7 +52,7 @@ from ppctl.runs.rundir import RunDir, unwritable
 _JOB, _ASKED, _ANSWER = "ppctl/job", "ppctl/asked", timedelta(seconds=20)
 """How long the store may take for an answer: after at most two such times its host counts as lost."""
 _GONE = ("PP-E656", "PP-E708")
-"""Codes of errors that the host of the rendezvous does not answer."""
+"""Codes of errors which say that the host of the rendezvous does not answer."""
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """Errors that another start would meet again."""
 
@@ -60,14 +60,14 @@ _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 def main() -> int:
     """Run this host's agent to the end of the job; returns the exit code."""
     submitted, agent, run, host, before, served = sys.argv[1] == "--submitted", None, "", "", "", list[str]()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it may have ranks it ends at once, also inside a wait in C++
-    if not submitted:  # where a request to save is kept until the agent listens
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there may be ranks, this ends it even inside a wait in C++
+    if not submitted:  # in a submitted job a request to save is kept until the agent listens
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
     raise_file_limit()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # what matters is told here
-    # All agents have as many ranks: torch computes their numbers, and asks no store that strangers write into.
+    # All agents have equally many ranks: torch computes their numbers, and asks no store that strangers write into.
     os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "").replace("3", "")  # it is read by now
+    os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "").replace("3", "")  # torch has read it
     try:
         # The host of the store comes first in the order of names: rank 0's lines stay on its terminal.
         by_hand = "1" if len(sys.argv) == 4 else "0", "", *sys.argv[1:]
@@ -90,7 +90,7 @@ def main() -> int:
     except (PpctlError, OSError) as error:
         outcome = _failed(error, run, host_name() if served else host, agent)
         if agent is None or not submitted or outcome.exit_code == GO_ON:
-            # Else the others would have the job start again. One of an older start has no say.
+            # Else the others would have the job start again. An agent of an older start has no say.
             if agent is None and served and outcome.exit_code != GO_ON:
                 _write(outcome, RunDir(Path(served[0])), before)
             return outcome.exit_code
@@ -99,7 +99,7 @@ def main() -> int:
     if served:
         _write(outcome, agent.run_dir, agent.start)
         agent.rendezvous.farewell()
-    return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # as its script goes on
+    return 0 if agent.in_slurm and outcome.state == "stopped" else outcome.exit_code  # the script decides
 
 
 def _write(outcome: JobOutcome, run: RunDir, start: str) -> None:
@@ -109,8 +109,8 @@ def _write(outcome: JobOutcome, run: RunDir, start: str) -> None:
 
 
 def _failed(error: PpctlError | OSError, run: str, host: str, agent: NodeAgent | None) -> JobOutcome:
-    """Tell of an error that ends this agent. SLURM's job (of the `run`) starts again if its first `host` is lost, and
-    after an error of the system that may pass, for which no node is to blame; pods meet anew."""
+    """Print an error that ends this agent; returns the outcome. SLURM's job of the `run` starts again if its first
+    `host` is lost, and after a system error that may pass, for which no node is to blame; pods meet anew."""
     in_slurm, passes = slurm_start() is not None, isinstance(error, OSError)
     again = isinstance(error, OSError) and in_slurm and error.errno not in _LASTING
     if isinstance(error, OSError):
@@ -149,7 +149,7 @@ def _of_job(run: str) -> tuple[str, ...]:
 
 
 def _serve(host: str, port: int, typed: str, run: str, descriptor: str) -> tuple[SealedStore, SharedRun, list[str]]:
-    """The store, the run, and what else all agents are told: the job's id, the code and the words typed here."""
+    """Serve the store; returns it, the run, and what else agents are told: the job's id, the code, the typed words."""
     plain = TCPStore(host, port, None, True, _ANSWER, False, multi_tenant=True, master_listen_fd=int(descriptor))
     complete(RunDir(Path(run)))
     shared, told = read_run(Path(run)), [secrets.token_hex(4), package_digest(), typed]
@@ -171,9 +171,9 @@ def _serve(host: str, port: int, typed: str, run: str, descriptor: str) -> tuple
 
 
 def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, SharedRun, list[str]]:
-    """Store, run and job on another host, which asks for them without a `run`. Raises PpctlError if the first host does
-    not answer (PP-E708), or this one has another run directory, code or command line (PP-E623, PP-E624, PP-E655,
-    PP-E777)."""
+    """As `_serve` on another host, which must ask for the run if it has no `run`. Raises PpctlError if the first host
+    does not answer (PP-E708), or this one has another run directory, code, command line or secret (PP-E623, PP-E624,
+    PP-E655, PP-E777)."""
     if not run:
         told = f"waiting for the first host at {host}:{port}; steps are printed there"
         print(f"note: {host_name()}: {told}", file=sys.stderr)
@@ -184,7 +184,7 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
         assert not isinstance(entered, int)  # no agent refuses a run there
         shared, store = entered
         told = store.get(_JOB)
-        if not run:  # its secret may be of a run that is over: it proves a word that is drawn now
+        if not run:  # this secret may be of a run that is over: the first host must prove a word drawn now
             asked, word = f"{_ASKED}/{plain.add(_ASKED, 1)}", secrets.token_hex(16)
             plain.set(asked, word)
             if store.get(f"{asked}/answer") != word:
@@ -194,10 +194,10 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
         message = f"{host_name()} did not reach the first host's agent at {host} port {port}"
         remedy = pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
         raise TrainingError(Problem("PP-E708", message, remedy)) from error
-    if not run:  # else its job has looked
+    if not run:  # else `enter` has checked this node
         check_node(shared.run, told[1], "the same version of ppctl on all hosts")
     if typed not in ("", told[2]):
-        message = f"the command line of this host is `{typed}`, that of the first `{told[2]}`"
+        message = f"the command line of this host is `{typed}`, but that of the first host is `{told[2]}`"
         remedy = f"ppctl node --rendezvous {host}:{port}"
         raise ConfigError(Problem("PP-E655", message, remedy, "command line"))
     return store, shared, told
@@ -206,7 +206,7 @@ def _join(host: str, port: int, typed: str, run: str) -> tuple[SealedStore, Shar
 def _agent(
     shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, name: str, *, submitted: bool
 ) -> NodeAgent:
-    """This host's agent. Raises ConfigError if the host has too few GPUs; in a job the ranks tell, and all end."""
+    """Make this host's agent. Raises ConfigError if the host has too few GPUs; in a submitted job its ranks do."""
     launch = shared.config.launch
     nodes, per_node = machines(launch.nodes, launch.gpus_per_node, shared.plan.sizes.world)
     problems = shortage(launch.device, per_node, (), os.environ, share=launch.share_gpu, command="node HOST")
@@ -220,9 +220,9 @@ def _agent(
 
 
 def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]] | JobOutcome:
-    """The run and the job with which all agents that are left go on. If one is missing the first plans it on fewer
-    once all have noticed; the outcome if the job starts again instead. Raises ConfigError (PP-E230), TrainingError
-    (PP-E656)."""
+    """The run and the job with which all agents that are left go on: if one is missing, the first plans the run on
+    fewer hosts once all have noticed. Returns the outcome if the job starts again instead. Raises ConfigError
+    (PP-E230), TrainingError (PP-E656; PP-E779 in an older start)."""
     run, store, left, known = agent.run_dir, agent.store, f"ppctl/left/{told[0]}", told
     agent.rendezvous.nobody_comes = False  # else each further look tells again that some are missing
     try:
@@ -250,10 +250,10 @@ def _anew(agent: NodeAgent, told: list[str], *, serves: bool) -> tuple[SharedRun
 
 
 def _plan_smaller(agent: NodeAgent, here: Sequence[str]) -> str:
-    """Plan the run on the hosts that are `here`. In a job, whose next start has all nodes again, returns why that is
-    better. Raises ConfigError (PP-E230)."""
+    """Plan the run on the hosts that are `here`; returns an empty text. In a submitted job it may instead return why
+    the job's next start, with all nodes again, is better. Raises ConfigError (PP-E230)."""
     nodes, submitted = agent.rendezvous.settings.max_nodes, agent.in_slurm or agent.in_pod
-    if submitted and nodes > 2 and 2 * len(here) <= nodes:  # or this one stood still, and the others are well
+    if submitted and nodes > 2 and 2 * len(here) <= nodes:  # perhaps this one stood still, and the others are well
         return f"only {len(here)} of {nodes} hosts are here"
     try:
         plan_smaller(agent.run_dir, len(here), agent.start)
@@ -269,7 +269,7 @@ def _plan_smaller(agent: NodeAgent, here: Sequence[str]) -> str:
 
 def _names(store: SealedStore, key: str) -> list[str]:
     """The hosts of agents that have counted themselves under `key` and written their names there: a count alone proves
-    nothing, and who died may have written no name."""
+    nothing, and an agent that died may have written no name."""
     keys = [f"{key}/{number + 1}" for number in range(min(store.plain.add(key, 0), 10_000))]
     return [store.get(each) for each in keys if store.plain.check([each])]
 
@@ -280,9 +280,9 @@ def _remedy(agent: NodeAgent) -> str:
 
 
 def _to_the_end(agent: NodeAgent, host: str, port: str, told: list[str], *, serves: bool) -> JobOutcome | None:
-    """Run the agent; how the job ended, by the run directory, and None if those that are left begin another. Raises
-    TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job starts
-    again without lost nodes, also before its first life."""
+    """Run the agent; returns how the job ended, by the run directory, or None if the agents that are left begin another
+    job. Raises TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost. SLURM's job
+    starts again without lost nodes, also before its first life."""
     run, ended, code = agent.run_dir, True, None
     try:
         agent.store.set(f"{CAME}/{agent.store.plain.add(CAME, 1)}", host_name())
@@ -319,14 +319,14 @@ def _live(agent: NodeAgent, *, serves: bool) -> None:
     try:
         agent.run()
     finally:
-        if serves:  # nobody goes on in its store without it, also where it stood by
+        if serves:  # nobody goes on in its store without this agent, even if it stood by
             agent.life = fence.latest(agent.life, agent.job, agent.run_dir.path)
 
 
 def _still(agent: NodeAgent, error: StandsStillError) -> JobOutcome:
-    """The end of a job one of whose agents does not go on: SLURM's starts again without its host, a JobSet restarts.
-    Raises TrainingError (PP-E709)."""
-    # Who stands still may have begun the life in which all that are here have places.
+    """The outcome of a job in which one agent stands still: SLURM's starts again without that agent's host, a JobSet
+    restarts. Other jobs raise TrainingError (PP-E709)."""
+    # The agent that stands still may have begun the life in which all that are here have places.
     agent.life = fence.latest(agent.life, agent.job, agent.run_dir.path)
     if not (agent.in_pod or (agent.in_slurm and requeue(agent.run_dir, agent, str(error), [error.host]))):
         raise TrainingError(Problem("PP-E709", str(error), _remedy(agent))) from error
@@ -336,8 +336,8 @@ def _still(agent: NodeAgent, error: StandsStillError) -> JobOutcome:
 def _too_few(
     agent: NodeAgent, error: Exception | None, why: str = "", here: Sequence[str] = (), *, serves: bool
 ) -> JobOutcome:
-    """The end of a job that lacks agents, where `why` is given because too few are `here`: SLURM's and a JobSet start
-    again. Before a life others raise PP-E709."""
+    """The outcome of a job that lacks agents; `why` is given if too few are `here` for a plan. SLURM's job and a JobSet
+    start again. Raises TrainingError (PP-E709) if nothing does and there was no life."""
     run, goes_on = agent.run_dir, agent.rendezvous.has_begun
     message = why or "not all hosts of the run came in time" + " (launch.shrink=requeue)" * goes_on
     if agent.in_slurm and serves:
@@ -353,7 +353,7 @@ def _too_few(
 
 
 def _in_pod(agent: NodeAgent, outcome: JobOutcome, told: list[str]) -> JobOutcome | None:
-    """The outcome of a job in a pod: what was stopped from outside goes on in the pods that stay. Raises
+    """The outcome of a job in a pod; None if the run was stopped from outside and goes on in the pods that stay. Raises
     TrainingError (PP-E656)."""
     asked_for = outcome.state == "stopped" and agent.run_dir.status().get("message") == ASKED_WORDS
     if asked_for or outcome.exit_code in (DONE, *FINAL):

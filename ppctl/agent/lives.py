@@ -17,22 +17,22 @@ from ppctl.runs.rundir import RunDir
 
 def before(run: RunDir, *, submitted: bool) -> str:
     """The start that an agent compares with the run's newest before its first life: in SLURM's job the one that `enter`
-    wrote, elsewhere the newest one as it is now."""
+    wrote, elsewhere the one that is the newest now."""
     entered = slurm_start() if submitted else None
     return fence.variables(entered, run.path)[fence.LIFE] if entered else fence.newest(run.path)
 
 
 def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int, word: str = "") -> str | None:
-    """Prepare the run directory for life `number` of this job on `nodes`, while no rank lives, and record it. Its name
-    ends with `word`: anybody may change the store's count. Returns why it is needed, empty for the first; None if more
-    than `most` lives in a row have done no step that was new."""
+    """Prepare the run directory for life `number` of this job on `nodes`, while no rank lives, and record it. The
+    life's name ends with `word`, since anybody may change the store's count. Returns why the life is needed, empty for
+    the first; None, and changes nothing, if more than `most` lives in a row have done no new step."""
     environment, name = run.environment(), f"{job}.{number}{word}"
     before = environment.get("starts", [])
     done = [life["step"] for life in before] + [each["step"] for each in run.metrics_file(last=1).read()]
     told = why(run, before[-1]["nodes"], nodes) if before else ""
     told = told or ("an agent met the others anew" if number > 1 else "its job began once more") * bool(before)
     record = {"time": time.time(), "step": max(done, default=0), "nodes": list(nodes), "why": told}
-    if fruitless([*before, record][-number:]) > most:  # a requeue is none
+    if fruitless([*before, record][-number:]) > most:  # of this job alone
         return None
     if before:
         go_on(run, name)
@@ -44,7 +44,7 @@ def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int, w
 
 
 def why(run: RunDir, before: Sequence[str], now: Sequence[str]) -> str:
-    """The end of the last life, by its ranks' records, and which nodes have gone and come, in one line or none."""
+    """Why the last life ended, by its ranks' records, and which nodes have gone and come; empty if nothing tells."""
     said = [f"rank {each.rank}: {each.message.partition(chr(10))[0]}" for each in failures([], run.errors())[:1]]
     said += [f"{node} has gone" for node in (Counter(before) - Counter(now)).elements()]
     said += [f"{node} takes its place" for node in (Counter(now) - Counter(before)).elements()]
@@ -52,6 +52,6 @@ def why(run: RunDir, before: Sequence[str], now: Sequence[str]) -> str:
 
 
 def fruitless(lives: Sequence[Mapping[str, Any]]) -> int:
-    """How many lives in a row, up to the one that the last record follows, have done no step that was new."""
+    """How many of `lives` in a row, ending with the last but one, have done no new step."""
     new = [after["step"] > before["step"] for before, after in pairwise(lives)]
     return len(list(takewhile(lambda each: not each, reversed(new))))

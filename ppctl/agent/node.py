@@ -6,8 +6,8 @@ four methods for processes are here. What happens:
     a rank fails               its agent ends the host's ranks and meets the others anew, who see that within a second
     with exit code 2, 3 or 4   another life would repeat it: all agents end
     an agent or its host goes  the others notice within `LOST` seconds, end their ranks and meet anew
-    a signal to leave          all ranks of the job save and leave; once more ends them; without ranks the agent leaves.
-                               In SLURM's job it waits for ranks and tells them; there and in pods no signal is too many
+    a signal to leave          all ranks of the job save and leave; a second ends them; without ranks the agent leaves.
+                               In SLURM's job it waits for ranks and tells them; there and in pods a second ends nothing
 
 Ranks are ended by SIGKILL: SIGTERM would ask them to agree with other hosts on a last step and to save.
 """
@@ -54,7 +54,7 @@ _KILLED = 30.0
 
 class NodeAgent(SimpleElasticAgent):
     """One host's agent. The lives of its `job` are `job.1`, `job.2` and so on; `address` is where this host reaches the
-    store, which proves by the run's secret. Make it, and call `run`, in the main thread: that raises
+    store, whose values the run's secret proves. Make it and call `run` in the main thread: `run` raises
     RendezvousClosedError when the job ends early, and SystemExit if this agent leaves alone."""
 
     before = ""  # `lives.before`, as this process began
@@ -89,12 +89,12 @@ class NodeAgent(SimpleElasticAgent):
 
     @property
     def start(self) -> str:
-        """The start that `fence.older` compares: the agent's life, and what stands for it before the first."""
+        """The start that `fence.older` compares: the agent's life, or `before` until it has one."""
         return self.life or self.before
 
     def follow(self, last: NodeAgent) -> None:
-        """Go on for the agent of the job before, in whose store the others have begun this one: the last life is over
-        only with the first of this job, and who asked that agent to save asks this one."""
+        """Take over from `last`, the agent of the job before, in whose store the others have begun this job: its last
+        life counts until this job's first one, and a request to save that it got holds for this agent."""
         self.life, self.before = fence.latest(last.life, last.job, last.run_dir.path), last.before
         self.asked = self.asked or last.asked
         self.rendezvous.follow()
@@ -102,7 +102,7 @@ class NodeAgent(SimpleElasticAgent):
     # torch's methods for processes
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._prepare(worker_group.spec.local_world_size)  # they import while agents wait for each other
+        self._prepare(worker_group.spec.local_world_size)  # ranks import while agents wait for each other
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -122,7 +122,7 @@ class NodeAgent(SimpleElasticAgent):
         return {local: rank.rank for local, rank in enumerate(self._ranks)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How this host's ranks are; writes failures of those that could not. Raises RendezvousClosedError."""
+        """The state of this host's ranks; also writes their failures. Raises RendezvousClosedError and SystemExit."""
         codes, run = {rank.rank: rank.poll() for rank in self._ranks}, self.run_dir
         if self.rendezvous.is_closed() or time.monotonic() > self._deadline:
             raise RendezvousClosedError
@@ -130,7 +130,7 @@ class NodeAgent(SimpleElasticAgent):
             if time.monotonic() > self._next_look:
                 loaded = "start_up" in run.status()
                 with suppress(OSError):  # the next life asks again
-                    self._prepare(len(codes) * loaded, nice=10)  # beside training
+                    self._prepare(len(codes) * loaded, nice=10)  # while ranks train
                 self._next_look = math.inf if loaded else time.monotonic() + _LOOK_LOADED
             return RunResult(State.HEALTHY if None in codes.values() else State.SUCCEEDED, codes)
         if run.result():  # written when all ranks had done their work
@@ -172,8 +172,8 @@ class NodeAgent(SimpleElasticAgent):
     # One life
 
     def _begin(self, group: WorkerGroup) -> str:
-        """The life that all agents of this rendezvous begin together, its number and a word that is drawn; empty if one
-        of them has gone. Raises RendezvousClosedError if another life is not worth it, and StandsStillError."""
+        """The name of the life that all agents of this rendezvous begin together: its number and a random word; empty
+        if an agent has gone. Raises RendezvousClosedError if another life is not worth it, and StandsStillError."""
         store = copy(self.store)
         store.plain = cast(Any, group.store)  # of this rendezvous alone
         store.set(f"node/{group.group_rank}", host_name())
@@ -196,8 +196,8 @@ class NodeAgent(SimpleElasticAgent):
         return str(start)
 
     def _value(self, store: SealedStore, key: str, group_rank: int, until: float) -> Any:
-        """The value of this agent once it is there; empty if an agent has gone. Never waits in the store: signs of life
-        go there. Raises StandsStillError at the time `until`, which is `launch.start_limit` away at least."""
+        """The value of `key`, which agent `group_rank` sets, once it is there; empty if an agent has gone. Never waits
+        in the store: signs of life go there. Raises StandsStillError at `until`, at least `launch.start_limit` away."""
         while not store.plain.check([key]):
             if self.rendezvous.num_nodes_waiting():
                 return ""
@@ -207,7 +207,7 @@ class NodeAgent(SimpleElasticAgent):
         return store.get(key)
 
     def _prepare(self, count: int, nice: int = 0) -> None:
-        """Let `count` processes wait to become ranks; those that have ended, or have another environment, do not."""
+        """Have `count` processes wait to become ranks; replace those that have ended or have another environment."""
         for other in (each for each in self._standbys if each.environment != self._environment):
             other.send_to_group(signal.SIGKILL)
         fit = [each for each in self._standbys if each.environment == self._environment and each.poll() is None]
@@ -229,7 +229,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         alive = [rank for rank in self._ranks if rank.returncode is None]
-        # SLURM tells all agents and all ranks, and some twice; its patience and a cluster's have an end of their own.
+        # SLURM signals all agents and all ranks, some twice. It, or a cluster, ends what does not leave in time.
         stays = self._submitted and (alive or self.in_slurm)
         if not stays and (not alive or self.asked):
             by_hand = not self._submitted and number != signal.SIGTERM

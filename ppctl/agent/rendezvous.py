@@ -19,24 +19,24 @@ from ppctl.reach.store import unproved
 JOIN = timedelta(minutes=10)
 """How long agents wait for one that is missing."""
 CAME, _LATE, _SINCE = "ppctl/came", "ppctl/late", time.monotonic()
-"""In the store: the count of a job's agents that have reached it, and whether `JOIN` is over; when this one began."""
+"""Keys of the store: the count of agents that have reached it, whether `JOIN` is over. When this process began."""
 LOST, _PROOF = 15, 32
-"""Seconds without a sign of life, of three that agents give meanwhile, after which others take one for lost."""
+"""Seconds without a sign of life (three are due in them) after which an agent counts as lost; bytes of a proof."""
 _SLOW = 3.0
 """Seconds before each look of an agent without ranks: those with copies in their hosts' memory come first."""
 
 
 class StandsStillError(RendezvousTimeoutError):
-    """A `host` whose agent gives signs of life, and does not go on: perhaps it waits for the file system."""
+    """A `host` whose agent gives signs of life but does not go on: perhaps it waits for the file system."""
 
     def __init__(self, host: str, limit: float) -> None:
-        super().__init__(f"the agent on {host} lives, and has not gone on for {limit:g} s or more (launch.start_limit)")
+        super().__init__(f"the agent on {host} lives, but has not gone on for {limit:g} s or more (launch.start_limit)")
         self.host = host
 
 
 class _SealedBackend(C10dRendezvousBackend):
-    """c10d's backend. torch pickles the state, so it travels with an HMAC; what does not fit raises TrainingError. A
-    store that fails once is asked no more: an answer that comes late would be taken for the next one."""
+    """c10d's backend. torch pickles the state, so it travels with an HMAC; one that does not fit raises TrainingError.
+    A store that fails once is asked no more: an answer that comes late would be taken for the next one."""
 
     key, before_look, _lost = b"", staticmethod(lambda: None), False
 
@@ -70,14 +70,14 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     spares = 0
     shrink, patience = "wait", JOIN
-    """`launch.shrink`, and how long others wait for an agent in the place of a lost one unless they `wait`."""
+    """`launch.shrink`; and how long the others wait for one in the place of a lost agent, unless it is `wait`."""
     _had_ranks = False
     nobody_comes = False
     """Whether no agent can come in the place of a lost one but spares that are there: then nobody waits for one."""
     all_come = False
     """Whether a cluster makes all agents, sooner or later: the first meeting has no limit."""
     stands_back = 0.0
-    """Seconds in which this agent, a spare's, lets those of nodes come first to their first meeting."""
+    """Seconds for which this agent, if it is a spare's, lets the nodes' agents come first to the first meeting."""
     answer: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     """Called before each look: in the agent that has the store, answers hosts that join."""
     backend: _SealedBackend
@@ -87,7 +87,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
     @classmethod
     def over(cls, store: Any, run_id: str, key: bytes, nodes: int, spares: int, name: str) -> NodeRendezvous:
         """The handler of the agent `name`. Names decide the order of nodes, and with it that of ranks."""
-        # torch tells agents apart by name and process, and a lost pod's successor may have the same of both.
+        # torch tells agents apart by name and process, and a lost pod's successor may have the same two.
         backend, unique = _SealedBackend(store, run_id), f"{name} {secrets.token_hex(4)}"
         handler = cls.from_backend(run_id, store, backend, nodes, nodes, unique, RendezvousTimeout(JOIN), LOST // 3, 3)
         assert isinstance(handler, NodeRendezvous)
@@ -96,12 +96,12 @@ class NodeRendezvous(DynamicRendezvousHandler):
         return handler
 
     def _before_look(self) -> None:
-        """Let those that had ranks look first. Raises ConfigError (PP-E658) in a surplus agent, once all lost ones have
-        been noticed, and RendezvousTimeoutError if there are too few and nobody comes."""
+        """Wait in an agent without ranks, so that others look first. Raises ConfigError (PP-E658) if it is surplus once
+        all lost ones have been noticed, and RendezvousTimeoutError if there are too few agents and no other comes."""
         NodeRendezvous.answer()
         state, now = self._state_holder.state, time.monotonic()
         if self.nobody_comes and self.has_begun:
-            # Who meets the others anew is not in the state for a moment, and who was slow may come back.
+            # An agent that meets the others anew is not in the state for a moment, and a slow one may come back.
             short = len(state.last_heartbeats) < self.settings.max_nodes and not self._one_comes()
             self._short_since = self._short_since or now if short else None
             if short and now - (self._short_since or now) > LOST:
@@ -117,8 +117,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
         time.sleep(_SLOW)
 
     def _one_comes(self) -> bool:
-        """Whether an agent of the job still imports: one that has never come is not lost. Who waits longest tells all
-        that it is over: by their own clocks some would plan a smaller run, or leave, while others wait on."""
+        """Whether an agent may still come: one that has never come is not lost, but may import. The agent that waits
+        longest tells all when that is over: by clocks of their own some would go on smaller while others wait."""
         late = self.backend._call_store("add", _LATE, int(time.monotonic() - _SINCE >= JOIN.total_seconds()))
         return not late and self.backend._call_store("add", CAME, 0) < self.settings.max_nodes + self.spares
 
@@ -141,8 +141,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
         time.sleep(_SLOW + 2.0 if state.redundancy_list or state.wait_list else 1.5)
 
     def num_nodes_waiting(self) -> int:
-        """1 if this agent has to meet the others anew, else 0: an agent of this life has gone, or it is this one that
-        the others took for lost. torch's count has none without a spare, and a spare that came too late for ever."""
+        """1 if this agent has to meet the others anew, because one of this life has gone or the others took this one
+        for lost; else 0. torch's own count is 0 without a spare, and counts a spare that came too late for ever."""
         super().num_nodes_waiting()
         return int(not self._is_complete or self._this_node not in self._state_holder.state.participants)
 
@@ -157,15 +157,15 @@ class NodeRendezvous(DynamicRendezvousHandler):
                 info = super().next_rendezvous()
             except RendezvousTimeoutError:
                 waits = self.shrink == "wait" if self.has_begun else self.all_come
-                if waits or self._is_complete:  # nor has a spare a limit
+                if waits or self._is_complete:  # a spare has no limit either
                     continue
                 raise
             self._begin()
             return info
 
     def follow(self) -> None:
-        """In a pod, and on fewer hosts, count this agent to those that had ranks: it had in the job before, or stood
-        by. An agent that does not come then is waited for as long as one that is lost later."""
+        """In a pod, and with shrink=smaller, count this agent among those that had ranks: in the job before it had, or
+        stood by. The others then wait for a missing agent as long as for one that is lost later."""
         if self.all_come or self.shrink == "smaller":
             self._begin()
 

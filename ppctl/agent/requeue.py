@@ -1,4 +1,4 @@
-"""How an agent has SLURM's job start again: which nodes to leave out, and by whom it is done."""
+"""How an agent has SLURM's job start again: which nodes are left out, and which process requeues it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SCRIPT = 30
 
 
 def absent(here: Iterable[str]) -> tuple[list[str], str]:
-    """The nodes of SLURM's job to leave out, those that are not `here`, and why none if half or more of three are not:
-    then this one may have stood still. Of two it is the other, since this one works."""
+    """(the nodes of SLURM's job that are not `here`, ""): these are left out. But if they are half or more of at least
+    three nodes, this one may have stood still: then ([], why none is left out)."""
     nodes = set(os.environ.get("PPCTL_NODES", "").split())
     gone = sorted(nodes.difference(here))
     if len(nodes) <= 2 or 2 * len(gone) < len(nodes):
@@ -32,8 +32,8 @@ def absent(here: Iterable[str]) -> tuple[list[str], str]:
 
 
 def requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[str]) -> bool:
-    """Have SLURM's job start again; False if its run is over or goes on without this process, which may have no agent
-    yet. The script does it when it sees the mark; if the script's node is the one that is lost, this process does."""
+    """Have SLURM's job start again; False if its run is over or goes on without this process, which may have no `agent`
+    yet. The script requeues when it sees the mark; if its node is lost, this process does, after `_SCRIPT` seconds."""
     start = slurm_start()
     status, finished = run.status(), run.result().get("state") == "finished"
     over = finished or "exit_code" in status or status.get("message") == ASKED_WORDS
@@ -48,5 +48,5 @@ def requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[st
     told = (agent and agent.asked) or signal.sigpending()  # it may not listen yet
     more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
     if more and not told and fence.older(life) is None:
-        slurm.requeue(os.environ["SLURM_JOB_ID"], run.requeue_mark(start) or "")  # of whoever came first
+        slurm.requeue(os.environ["SLURM_JOB_ID"], run.requeue_mark(start) or "")  # as the first agent wrote it
     return True

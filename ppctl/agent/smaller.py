@@ -17,8 +17,8 @@ from ppctl.search.remaining import Whole, nothing_fits, remaining
 
 
 def complete(run: RunDir) -> None:
-    """Write the plan for the run's config if whoever replaced the config has died before that: then the ranks of the
-    plan are still those of more hosts."""
+    """Write the plan for the run's config if the process that replaced the config died before it replaced the plan,
+    which then still has the ranks of more hosts."""
     config, plan = run.read_config(), run.read_plan()
     sizes, _ = derive_world(ConfigValues(config, plan.provenance), [])
     if sizes is not None and sizes.world != plan.sizes.world:
@@ -26,8 +26,8 @@ def complete(run: RunDir) -> None:
 
 
 def plan_smaller(run: RunDir, nodes: int, start: str = "") -> None:
-    """Replace config and plan by what remains on `nodes`, and say what it costs. Raises ConfigError (PP-E230), and
-    TrainingError (PP-E779) if the run has begun a later start than `start`, also while this was planned."""
+    """Replace the run's config and plan by those for `nodes` hosts, and print what that costs. Raises ConfigError
+    (PP-E230), and TrainingError (PP-E779) if the run has begun a later start than `start`, even during planning."""
     config, plan = run.read_config(), run.read_plan()
     whole = Whole(ConfigValues(config, plan.provenance), plan)
     found = remaining(whole, nodes)

@@ -27,7 +27,7 @@ class ArrayReader(ChunkReader):
     """Reads boxes of tensors of one checkpoint."""
 
     def box(self, name: str, box: Box) -> NDArray[Any]:
-        """Return a box of a tensor. Raises CheckpointError (PP-E503) if its values are not what was saved."""
+        """Return the values of a box. Raises CheckpointError (PP-E503) if they are not what was saved, and OSError."""
         out = np.empty(box.shape, numpy_dtype(self.manifest.tensors[name].dtype))
         for piece in self.pieces(name, box):
             out[piece.place] = np.frombuffer(piece.data, out.dtype).reshape(piece.shape)[piece.taken]
@@ -41,7 +41,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """The difference of a tensor that both checkpoints have, with unequal bits."""
+    """The difference of a tensor that both checkpoints have, with unequal bits, dtypes or shapes."""
 
     name: str
     kinds: tuple[str, str]
@@ -50,10 +50,10 @@ class TensorDifference:
     """The number of elements that differ, out of `elements`."""
     elements: int = 0
     at: tuple[int, ...] = ()
-    """The first element that differs, and its values in both checkpoints."""
+    """The index of the first element that differs; `values` has its values in both checkpoints."""
     values: tuple[float, float] = (math.nan, math.nan)
     norm: float = math.nan
-    """The second tensor minus the first, in float64."""
+    """The norm of the difference (the second tensor minus the first), in float64."""
     relative: float = math.nan
     """The norm of the difference over the norm of the first tensor."""
     largest: float = math.nan
@@ -62,7 +62,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDifferences:
-    """The differences between two checkpoints; names in the model's order."""
+    """The differences between two checkpoints; names are in the model's order."""
 
     missing: list[str]
     """The names of tensors that only the first checkpoint has."""
@@ -79,7 +79,7 @@ class CheckpointDifferences:
 
 
 def bytes_to_compare(first: Manifest, second: Manifest) -> int:
-    """Return how many bytes of the first checkpoint's values `compare` reads."""
+    """Return how many bytes of the first checkpoint's values `compare` reads at most (it skips unequal shapes)."""
     names = first.tensors.keys() & second.tensors.keys()
     unlike = [first.tensors[name] for name in names if not _alike(first.tensors[name], second.tensors[name])]
     return sum(math.prod(record.shape) * DTYPES[record.dtype][1] for record in unlike)
@@ -92,7 +92,7 @@ def compare(
 
     Tensors with the same digests of the same boxes are equal without being read; other tensors are read in blocks.
     `progress` is called with the number of the first checkpoint's bytes in each block. Raises CheckpointError (PP-E503)
-    if values are not what was saved.
+    if values are not what was saved, and OSError.
     """
     ours, theirs = first.manifest.tensors, second.manifest.tensors
     different = []
@@ -141,7 +141,7 @@ def _difference(
 
 
 def unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where two arrays differ: in their bits, or as numbers if their dtypes differ."""
+    """Return for each element whether two arrays differ there: in bits, or as numbers if their dtypes differ."""
     if a.dtype != b.dtype:
         return np.asarray(a.astype(np.float64) != b.astype(np.float64))
     bits = np.dtype(f"u{a.dtype.itemsize}")

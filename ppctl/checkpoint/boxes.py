@@ -41,7 +41,7 @@ class Box(NamedTuple):
         return tuple(slice(begin - zero, end - zero) for begin, end, zero in pairs)
 
     def moved(self, by: Shape) -> Box:
-        """Return this box as seen in a larger tensor that has this box's tensor at `by`."""
+        """Return the box of the same elements in a larger tensor, in which this box's tensor begins at `by`."""
         return Box(tuple(begin + step for begin, step in zip(self.offset, by, strict=True)), self.shape)
 
 
@@ -82,7 +82,7 @@ def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
     """Return why the boxes do not cover each element of a tensor of this shape exactly once; empty if they do."""
     in_order = tuple(sorted(boxes))
     if any({len(box.offset), len(box.shape)} != {len(shape)} for box in in_order):
-        return f"its parts have other dims than {list(shape)}"
+        return f"its parts have another number of dims than {list(shape)}"
     return _tiling_fault(shape, in_order)
 
 
@@ -98,7 +98,7 @@ def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
             return f"{_text(box)} is outside of {list(shape)}"
     dims = [d for d, extent in enumerate(shape) if any((b.offset[d], b.shape[d]) != (0, extent) for b in boxes)]
     if len(dims) > _MOST_DIVIDED:
-        return f"it is divided on {len(dims)} dims"
+        return f"it is divided on {len(dims)} dims, which are too many"
     corners: dict[Shape, int] = defaultdict(int)
     for sides in product((0, 1), repeat=len(dims)):
         sign = (-1) ** sum(sides)

@@ -1,4 +1,4 @@
-"""Values out of a checkpoint's files, chunk by chunk, each compared with its digest before anything is taken."""
+"""Values from a checkpoint's files, chunk by chunk; nothing is taken from a chunk before its digest is compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Slices = tuple[slice, ...]
 
 
 class ChunkPiece(NamedTuple):
-    """A part of a wanted box: `data[taken]`, `data` being a contiguous array of `shape`. It belongs at box[place]."""
+    """A part of a wanted box. `data` is a contiguous array of `shape`; its values at `taken` belong at box[place]."""
 
     data: memoryview
     """The array's bytes, overwritten by the next chunk."""
@@ -29,15 +29,15 @@ class ChunkPiece(NamedTuple):
 
 
 class ChunkReader:
-    """Reads the chunks of one checkpoint, with one chunk in memory."""
+    """Reads the chunks of one checkpoint, and has one chunk in memory at a time."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._chunk = bytearray(0)
 
     def pieces(self, name: str, wanted: Box) -> Iterator[ChunkPiece]:
-        """Yield all pieces of the box `wanted` of a tensor. Raises CheckpointError (PP-E503) for other than the saved
-        bytes, and OSError."""
+        """Yield all pieces of the box `wanted` of a tensor. Raises CheckpointError (PP-E503) if bytes are not the
+        saved ones, and OSError."""
         record = self.manifest.tensors[name]
         for shard in record.shards:
             if common(shard.box, wanted) is not None:
@@ -70,7 +70,7 @@ class ChunkReader:
                 yield end - begin, "" if same else changed(shard.file, begin, end, name)
 
     def _checked(self, descriptor: int, begin: int, end: int, digest: str) -> memoryview | None:
-        """The bytes of one chunk; None if they differ from the saved bytes."""
+        """Return the bytes of one chunk, valid until the next call; None if they differ from the saved bytes."""
         if len(self._chunk) < end - begin:
             self._chunk = bytearray(min(CHUNK, max(end - begin, 2 * len(self._chunk))))
         data = rest = memoryview(self._chunk)[: end - begin]

@@ -54,7 +54,7 @@ class WrittenParts(NamedTuple):
 
 
 def choose(all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Decide which rank writes what, from the `packed_parts` of all ranks in rank order; returns `Writers.own`."""
+    """Decide who writes what, by all ranks' `packed_parts` in rank order; returns `Writers.own`. Raises PP-E506."""
     return _writers(tuple(all_parts)).own
 
 
@@ -67,7 +67,7 @@ def _writers(all_parts: tuple[bytes, ...]) -> Writers:
 
 def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequence[bytes], state: bytes) -> Path:
     """Compare copies, write the manifest and give the checkpoint its name; returns its path. Goes on where an earlier
-    call was killed. Raises CheckpointError and OSError."""
+    call was killed. Raises CheckpointError, OSError, and TrainingError (PP-E779) in a process of an older start."""
     temporary = checkpoint_folder.temporary_path(directory, step)
     path = checkpoint_folder.step_path(directory, step)
     writers = _writers(tuple(all_parts))
@@ -108,7 +108,7 @@ def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) ->
 
 
 def seal(path: Path, manifest: Manifest, state: bytes) -> None:
-    """Write and sync state and manifest. Raises CheckpointError (PP-E508) if this host misses bytes of a file."""
+    """Write and sync state and manifest. Raises CheckpointError (PP-E508) if this host does not see all of a file."""
     files = manifest.files.items()
     unseen = [name for name, one in files if not (path / name).is_file() or (path / name).stat().st_size != one.bytes]
     if unseen:
@@ -128,7 +128,8 @@ def _with_state(manifest: Manifest, state: bytes) -> Manifest:
 
 
 def write(rank: int, directory: Path, parts: Sequence[TensorPart], own: bytes, values: Values) -> bytes:
-    """Write and sync the parts whose `own` is 1; read the others for their digests. Returns the packed WrittenParts."""
+    """Write and sync the parts that have a 1 in `own`, and read the others for their digests. Returns the packed
+    WrittenParts. Raises what `write_file` raises."""
     mine = [number for number, one in enumerate(own) if one]
     # The widest elements first: then every element lies at a multiple of its size.
     mine.sort(key=lambda number: -DTYPES[parts[number].dtype][1])
@@ -178,8 +179,8 @@ def write_file(
 
 
 def header_of(parts: Sequence[TensorPart], *, aligned: int = 8, **metadata: str) -> tuple[bytes, list[int]]:
-    """Return the bytes of a safetensors file in front of its values, which begin at a multiple of `aligned`, and where
-    in the file each part begins."""
+    """Return the header of a safetensors file, padded so that values begin at a multiple of `aligned`, and where in the
+    file each part begins."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     ends = [0]
     for part in parts:
@@ -202,7 +203,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def problems_of(error: BaseException, what: str, rank: int) -> tuple[Problem, ...]:
-    """Return the problems of an exception: its own, the file system's, or that a rank failed to do `what`."""
+    """Return an exception as problems: its own, or that the rank failed to do `what` (disk: PP-E505, else PP-E507)."""
     if isinstance(error, PpctlError):
         return error.problems
     if isinstance(error, OSError):

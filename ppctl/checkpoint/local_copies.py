@@ -1,5 +1,5 @@
-"""Copies in memory of all ranks of a job: a start finds them and sends them to the ranks that need them, over the
-process group of the saves beside training.
+"""The copies in host memory of all ranks' shards: a start finds them and sends them to the ranks that need them, over
+the process group that saves beside training use.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class CopiesAtStart(NamedTuple):
     """All ranks' copies, as every rank knows them after the ranks have exchanged what they found."""
 
     start: str
-    """A number of this start."""
+    """A random text that names this start."""
     hosts: list[list[int]]
     keepers: list[int]
-    """For each rank, the rank that keeps its copy on a neighbouring host; empty without replicas."""
+    """For each rank, the rank that keeps its copy on a neighbouring host; empty if `replicas` is 0."""
     sizes: list[int]
     """Bytes of each rank's copy."""
     chosen: Chosen | None
@@ -44,11 +44,11 @@ class CopiesAtStart(NamedTuple):
 
 
 class LocalCopies:
-    """This rank's copies, of a run whose ranks' copies lie in `directory` of their hosts. Made by all ranks together.
+    """This rank's copies. Each host has its ranks' copies in `directory`. All ranks create this object together.
 
-    With `replicas` of 1 each copy goes to a neighbouring host as well. Nothing is deleted before the start is sure to
-    go on: a start that is refused leaves the copies to the next. Raises CheckpointError on all ranks (PP-E544,
-    PP-E505).
+    With `replicas` of 1 each copy goes to a neighbouring host as well. Creating the object deletes nothing: a start
+    that is refused leaves the copies to the next start. Raises CheckpointError on all ranks (PP-E544, PP-E505,
+    PP-E650).
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class LocalCopies:
         )
 
     def clear(self, *, but_chosen: bool) -> None:
-        """Delete copies of other steps, and of ranks that are on other hosts now, so that their memory is free; with
-        `but_chosen` False all copies."""
+        """Delete copies on this host to free their memory: all copies, or with `but_chosen` all that are not chosen.
+        Files into which this host's ranks write values stay. Raises OSError if the directory cannot be read."""
         chosen, kept = self.survey.chosen, set[str]()
         if but_chosen and chosen is not None:
             kept = local_copy.files_of(self.directory, chosen.step, chosen.start)
         self._sweep(kept)
 
     def _sweep(self, names: set[str]) -> None:
-        """Delete all copies on this host except these files and the values that its ranks write into."""
+        """Delete all copies on this host except the files `names` and the value files into which its ranks write."""
         with suppress(OSError):
             local_copy.sweep(self.directory, names | {copy.values.name for copy in self._rooms()})
 
@@ -100,8 +100,8 @@ class LocalCopies:
         ]
 
     def load(self, memory: HostMemory) -> LocalRecord | None:
-        """Bring the chosen copies into the memory of their ranks. Returns the record, or None on all ranks if the
-        values of a copy do not fit its record. A collective. Raises CheckpointError."""
+        """Bring the chosen copies into the memory of their ranks; called by all ranks together. Returns this rank's
+        record, or None on all ranks if the values of any copy do not fit its record. Raises CheckpointError."""
         chosen, me = self.survey.chosen, self.ranks.rank
         assert chosen is not None
         source, kept = chosen.sources[me]
@@ -140,15 +140,15 @@ class LocalCopies:
         return record if self.ranks.agree(what, take, all, each=bool, result=bool) else None
 
     def settle(self, used: HostMemory | None) -> None:
-        """Prepare for training, which begins from the values in the memory `used`, or from the disk: free the memory of
-        copies that are not needed, make room for a neighbour's copy, and exchange the copies that are used. A
-        collective. Raises CheckpointError (PP-E511) if there is no room."""
+        """Prepare for training, which begins from the values in `used`, or from the disk if that is None; called by all
+        ranks together. Deletes copies that are not needed; with `replicas`, makes room for a neighbour's copy and
+        exchanges the copies that are used, unless all are there. Raises CheckpointError (PP-E511) without room."""
         records = {copy.record.name for copy in self._rooms()} if used is not None else set()
         self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)
         if not self.replicas:
             return
         whole = self.ranks.agree("make room for a neighbour's copy", self._make_room, all, each=bool, result=bool)
-        if used is not None and not whole:  # the next host may be lost before the next save
+        if used is not None and not whole:  # a host may be lost before the next save
             self._exchange(self.own.text(), used.bytes)
 
     def _make_room(self) -> bool:
@@ -165,8 +165,8 @@ class LocalCopies:
         return self._kept.record.exists()
 
     def copy(self, step: int, parts: Sequence[TensorPart], state: bytes, memory: memoryview) -> None:
-        """Record that this rank's copy is whole and of `step`; with replicas, exchange it with neighbours (a
-        collective). Without room for a record there is no copy: ranks compare what they have at a start."""
+        """Record that this rank's copy is whole and of `step`; with `replicas`, exchange it with neighbours (then all
+        ranks call this together). Without room for its record a copy does not count: the next start finds none."""
         text = b""
         with suppress(OSError):
             text = local_copy.record_text(step, self.ranks.size, self.survey.start, parts, state, memory)
@@ -179,7 +179,7 @@ class LocalCopies:
         self._exchange(text, memory)
 
     def forget(self) -> None:
-        """Delete this rank's copies, its own and its neighbour's, because the run gives up their state."""
+        """Delete the copies that this rank keeps, its own and a neighbour's, because the run gives up their state."""
         self.own.forget()
         if self.replicas:
             self._kept.forget()
@@ -200,7 +200,7 @@ def _tensor(memory: memoryview) -> Tensor:
 
 
 def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tuple[dist.Work, Tensor]]:
-    """Start to send a copy. Returns (message, its tensor, which must live until the message has been waited for)."""
+    """Start to send a copy. Returns each message with its tensor, which must live until the message was waited for."""
     messages = [
         torch.tensor([len(text)], device="cpu"),
         torch.frombuffer(bytearray(text), dtype=torch.uint8),
@@ -211,7 +211,8 @@ def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tu
 
 
 def _receive(sender: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
-    """Receive a copy's values into `values`; returns the record's bytes. Raises ValueError for a wrong size."""
+    """Receive a copy's values into `values`, and wait for them; returns the bytes of its record. Raises ValueError if
+    the record has an impossible size."""
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     dist.recv(size, sender, group=ranks.group, tag=0)
     if not 0 < int(size) <= _PIECE:

@@ -52,7 +52,7 @@ class LocalRecord:
 
 
 class LocalCopy:
-    """The files of a rank's copy in `directory`, which is in memory: on its own host, or `kept` by a neighbour."""
+    """The files of a rank's copy in `directory`, in memory of the rank's own host or (`kept`) of a neighbour's."""
 
     def __init__(self, directory: Path, rank: int, *, kept: bool = False) -> None:
         self.rank, self.kept = rank, kept
@@ -91,32 +91,32 @@ def record_text(
 
 
 def is_of(record: LocalRecord, memory: memoryview) -> bool:
-    """Whether the values are the copied values; reads all values."""
+    """Whether the values in `memory` are those that the record was made of; reads all values."""
     return record.digests == list(digests_of(memory))
 
 
 def directory_of(local: Path, run: Path) -> Path:
-    """Return where the copies of the run in directory `run` lie, below `local`. Not by the run's id alone: users of
-    torchrun choose it, and runs of other names or log.dirs may have the same."""
+    """Return where the copies of the run in directory `run` lie, below `local`. The run's path names it, not its id:
+    users of torchrun choose ids, and runs of other names or log.dirs may have the same."""
     return local / f"{run.name}-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:8]}"
 
 
 def remove_all(directory: Path) -> None:
-    """Delete the run's copies on this host, also of ranks that an earlier start had, and an empty directory."""
+    """Delete the run's copies on this host, earlier starts' too, then the directory if empty. Ignores OSError."""
     with suppress(OSError):
         sweep(directory, ())
         directory.rmdir()
 
 
 def sweep(directory: Path, names: Collection[str]) -> None:
-    """Delete all copies and records on this host except the copies called `names`."""
+    """Delete all files of copies on this host, values and records, except those called `names`. Raises OSError."""
     for name in private_files.names(directory):
         if _OWN.fullmatch(name) and name not in names:
             private_files.remove(directory / name)
 
 
 def files_of(directory: Path, step: int, start: str) -> set[str]:
-    """The names of all copies of this step and start on this host, with their records. Raises OSError."""
+    """Return the file names of this host's copies of this step and start, and of their records. Raises OSError."""
     copies = [copy for copy, record in _records(directory) if (record.step, record.start) == (step, start)]
     return {path.name for copy in copies for path in (copy.record, copy.values)}
 
@@ -135,7 +135,7 @@ def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
 
 
 class HostCopy(NamedTuple):
-    """A copy on a host, by its record."""
+    """What the record of a copy on a host says."""
 
     rank: int
     kept: bool
@@ -169,8 +169,8 @@ class Chosen(NamedTuple):
 
 
 def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], size: int) -> Seen:
-    """Return the copies on this host; the rank also checks the values of its own. Raises CheckpointError (PP-E650) if
-    the directory, or `checkpoint.local` above it, is not this user's alone."""
+    """Return the copies on this host, once the rank has checked the values of its own; makes the directory. Raises
+    CheckpointError (PP-E650) if the directory, or `checkpoint.local` above it, is not this user's alone."""
     try:
         private_files.make_directory(directory)
     except OSError as error:
@@ -189,7 +189,7 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], siz
 
 
 def hosts_of(places: Sequence[str]) -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their first ranks."""
+    """Return the ranks of each host; hosts are in the order of their first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place, []).append(rank)
@@ -197,7 +197,7 @@ def hosts_of(places: Sequence[str]) -> list[list[int]]:
 
 
 def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
-    """For every rank, the rank on the neighbouring host that keeps its copy.
+    """Return, for every rank, the rank on the neighbouring host that keeps its copy.
 
     Hosts are paired in order; of an odd number, the last three form a ring. In pairs, fewer combinations of two lost
     hosts take both copies of a rank than in a ring of all hosts. Raises CheckpointError (PP-E544) unless there are two
@@ -208,7 +208,7 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
         each = f"{' or '.join(map(str, sizes))} rank{'s' * (sizes != [1])} each"
         place = f"{count} hosts with {each}" if count > 1 else "one host, or share one directory in memory"
         message = (
-            f"copies on a neighbour's host need two hosts or more with as many ranks each; the ranks are on {place}"
+            f"copies on a neighbour's host need two hosts or more with equally many ranks; the ranks are on {place}"
         )
         raise CheckpointError(Problem("PP-E544", message, "checkpoint.local_replicas=0"))
     ring = count - 3 * (count % 2)
@@ -229,7 +229,7 @@ def refused_on_one_host(world: int) -> list[Problem]:
 
 
 def choose(seen: Sequence[Seen]) -> Chosen | None:
-    """Return the copies of the latest step of which some host, if possible its own, has every rank's copy; or None."""
+    """Return the copies of the latest step that has one for every rank, if possible on the rank's own host; or None."""
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
     for ranks in hosts_of([each.place for each in seen]):
         for copy in {copy for rank in ranks for copy in seen[rank].copies}:

@@ -1,6 +1,6 @@
 """The manifest: where in the files each part of each tensor is, and the digests of all bytes.
 
-`docs/checkpoint.md` has the format. Without torch, so that a checkpoint can be verified where torch is not installed.
+`docs/checkpoint.md` has the format. Needs no torch, so that a checkpoint can be verified where torch is not installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ppctl.runs.checkpoint_folder import MANIFEST
 FORMAT = 2
 
 CHUNK = 16 * 2**20
-"""Bytes of a shard under one digest; the last chunk of a shard is shorter. Divides by the size of every dtype."""
+"""Bytes of a shard under one digest; the last chunk may be shorter. A multiple of every dtype's size."""
 
 DIGEST = "xxh3-128"
 
@@ -63,7 +63,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """Where one part of a tensor is: `bytes` [begin, end] of `file`, little-endian and row-major."""
+    """Where one part of a tensor is: `bytes` (begin, end) of `file`, without the end, little-endian and row-major."""
 
     file: FileName
     bytes: tuple[Count, Count]
@@ -120,7 +120,7 @@ class Manifest:
 
     @staticmethod
     def from_text(text: bytes) -> Manifest:
-        """The manifest of a text of `to_text`. Raises OtherFormat for another version's, ValueError for other text."""
+        """Return the manifest that `text` describes. Raises OtherFormat if it is another version's, else ValueError."""
         if not text.startswith(_BEGIN):
             raise OtherFormat(_named_format(text))
         with without_collections():
@@ -166,7 +166,7 @@ def _sealed(text: bytes) -> Manifest:
         else:
             added = read(kinds[section], parse(b"{%b}" % entry))
             if not added or added.keys() & sections[section].keys():
-                raise ValueError("it has a line that is no entry, or one that it has already")
+                raise ValueError("it has a line that is no entry, or repeats an entry")
             if len(sections[section]) == _MOST_ENTRIES[section]:
                 raise ValueError(f"it has more than {_MOST_ENTRIES[section]} {section or 'entries'}")
             sections[section] |= added
@@ -206,7 +206,7 @@ def record_whole(data: bytes) -> FileRecord:
 
 
 def read_text(path: Path) -> bytes:
-    """Return the bytes of the manifest of the checkpoint at `path`. Raises CheckpointError if there is none."""
+    """Return the manifest's bytes. Raises CheckpointError (PP-E501: missing, PP-E503: no regular file), OSError."""
     try:
         return read_whole(path / MANIFEST, _MOST_OF_A_MANIFEST, follow=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -220,7 +220,7 @@ def read_text(path: Path) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises CheckpointError if it is missing, damaged or of a later format."""
+    """Return the manifest of a checkpoint. Raises CheckpointError if it is missing, damaged or of another format."""
     return checked_manifest(path, read_text(path))
 
 
@@ -229,7 +229,7 @@ def checked_manifest(path: Path, text: bytes) -> Manifest:
     try:
         manifest = Manifest.from_text(text)
     except OtherFormat as other:
-        message = f"the checkpoint at {path} has format {other}, this ppctl reads format {FORMAT}"
+        message = f"the checkpoint at {path} has format {other}, but this ppctl reads format {FORMAT}"
         raise CheckpointError(Problem("PP-E509", message, remedy="use the version of ppctl that wrote it")) from None
     except ValueError as error:
         raise CheckpointError(damaged(path, f"{MANIFEST} cannot be read ({error})")) from None
@@ -267,7 +267,7 @@ def _shard_fault(shard: ShardRecord, width: int, file: FileRecord | None) -> str
     if file is None:
         return f"{shard.file} is not among its files"
     if end - begin != width * prod(shard.shape) or len(shard.digests) != -(-(end - begin) // CHUNK):
-        return f"bytes {begin} to {end} of {shard.file} are not its part"
+        return f"bytes {begin} to {end} of {shard.file} are not as many as its part has"
     return "" if file.header <= begin <= end <= file.bytes else f"bytes {begin} to {end} are not in {shard.file}"
 
 
@@ -279,8 +279,8 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
-    """Return the fault of a file's size or header, also that it is missing; None if there is none. Raises OSError if
-    the file system fails."""
+    """Return what is wrong with a file: it is missing, or has another size or header; None if nothing is wrong. Raises
+    OSError if the file system fails."""
     expected = manifest.files.get(name)
     if expected is None:
         return damaged(path, f"{name} is not in its {MANIFEST}")
@@ -307,7 +307,7 @@ def changed(file: str, begin: int, end: int, tensor: str) -> str:
 
 
 def damaged(path: Path, fault: str, place: str = "") -> Problem:
-    """The problem of a checkpoint that is not what was written."""
+    """Return the problem of a checkpoint that is not what was written."""
     return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", _another(path), place)
 
 

@@ -21,8 +21,8 @@ R = TypeVar("R")
 
 
 class AgreeingRanks:
-    """The ranks of a process group of gloo, or of NCCL with the current device set (None: the default group), or this
-    process alone if none is initialised."""
+    """The ranks of a process group (None: the default group), or this process alone if torch.distributed is not
+    initialised. The group is gloo's, or NCCL's if the current device is set."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -39,11 +39,12 @@ class AgreeingRanks:
         each: Any = None,
         result: Any = None,
     ) -> R:
-        """Run `work` on every rank, `conclude` on rank 0 with all results in rank order, and hand its result to all.
+        """Run `work` on every rank, then `conclude` on rank 0 with all results in rank order; returns what `conclude`
+        returned, on all ranks. All ranks call this together.
 
-        `each` annotates what `work` returns, `result` what `conclude` returns (`ppctl.records.wire`); None for None. If
-        `work` or `conclude` raises on any rank, all ranks raise CheckpointError with the problems of all. `what` names
-        the work in messages, as an infinitive.
+        `each` is the annotation (`ppctl.records.wire`) of what `work` returns, `result` of what `conclude` returns. If
+        either raises on any rank, all ranks raise CheckpointError with the problems of all. `what` names the work in
+        messages, as an infinitive.
         """
         sent, cause = self._attempt(what, each, work)
         outcomes = [

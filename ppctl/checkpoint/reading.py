@@ -31,7 +31,7 @@ class CheckpointReader(ChunkReader):
         self._there: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved."""
+        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved, and OSError."""
         record = self.manifest.tensors[name]
         files = {shard.file for shard in record.shards} - self._there
         check_files(self.path, self.manifest, files)  # before memory is allocated as the manifest says
@@ -54,7 +54,7 @@ def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
     """Fill the shards in place from the checkpoint at `path`; called by all ranks together; returns the saved state.
 
     Each rank passes the shards that it holds. Raises CheckpointError on every rank if the checkpoint is missing or
-    damaged, if only the checkpoint or only the ranks have a tensor or a part of it, or if a shape or dtype differs;
+    damaged, if a tensor or a part of it is only in the checkpoint or only on the ranks, or if a shape or dtype differs;
     damaged values are found while tensors are filled, everything else before.
     """
     ranks = AgreeingRanks(None)
@@ -86,7 +86,7 @@ def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
 
 
 def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
-    """Fill shards, without other ranks. Equal boxes are read once."""
+    """Fill shards in place, without other ranks; equal boxes are read once. Raises as `CheckpointReader.fill` does."""
     filled: dict[TensorPart, Tensor] = {}
     for shard in shards:
         out = shard.tensor.detach()

@@ -80,7 +80,7 @@ def state_text(state: Mapping[str, Any]) -> bytes:
 
 
 def read_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Return the `state` that any program saved with the checkpoint at `path`, after checking its digest."""
+    """Return the state, of any program, that was saved with the checkpoint at `path`. Raises CheckpointError."""
     state: dict[str, Any] = _checked(path, manifest or read_manifest(path), dict[str, Any])
     return state
 
@@ -99,7 +99,7 @@ def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
 
 
 def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
-    """The saved state as `kind`, after its digest. Raises CheckpointError (PP-E503) for damage, OSError."""
+    """Return the saved state as `kind`, once its digest is checked. Raises CheckpointError (PP-E503), OSError."""
     check_files(path, manifest, [STATE])
     try:
         return read(kind, parse(read_whole(path / STATE, MOST_READ, follow=False)))
@@ -109,7 +109,7 @@ def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
 
 def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
     """Yield where the weights of a checkpoint's `state` came from, then where the weights of that checkpoint came from,
-    and so on: checkpoints, at the end a directory. Stops at a checkpoint that cannot be read."""
+    and so on: paths of checkpoints, the last perhaps a model's. Stops at a checkpoint that cannot be read."""
     seen: set[str] = set()
     while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
         seen.add(named)

@@ -1,6 +1,6 @@
-"""Saving: every rank writes what it holds, rank 0 seals the checkpoint, names it, moves `latest`, and deletes old ones.
+"""Saving: every rank writes what it holds; rank 0 seals the checkpoint, names it, moves `latest`, and deletes old ones.
 
-While training waits, beside training (decision 50), or from one process tensor by tensor.
+Training waits for a save, or goes on beside it (decision 50); or one process saves tensor by tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ R = TypeVar("R")
 
 class Saver:
     """Saves the shards of the ranks of a process group (None: the default group) into one directory of checkpoints.
-    Ranks agree on each part's writer, anew when parts change. Without a `writer` this process writes."""
+    Ranks agree on which of them writes each part, and again when parts change. Without a `writer` (a node's process
+    that writes for its ranks) each rank writes by itself."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class Saver:
     def save(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any]) -> Path:
         """Write step-`step`; called by all ranks together, returns its path on all of them.
 
-        Parts of one tensor on several ranks are equal boxes (copies, with equal bits) or do not overlap, and together
-        are the whole tensor. `state` must be JSON-able and equal on all ranks; rank 0's is kept.
+        Any two parts of a tensor are equal boxes (copies, with equal bits) or do not overlap; together the parts are
+        the whole tensor. `state` must be JSON-able and equal on all ranks; rank 0's is kept.
 
         Raises CheckpointError on every rank if a rank fails: unequal copies, a full disk, no permission. Then, as after
         a crash at any moment, the earlier checkpoints and `latest` are as they were.
@@ -94,7 +95,7 @@ class Saver:
         return path
 
     def _prepare(self, what: str, step: int, parts: list[TensorPart]) -> None:
-        """Make the directory, and agree on each part's writer, unless every rank holds the parts of the last save."""
+        """Make the directory; agree on each part's writer, unless every rank still holds the parts of the last save."""
         changed = parts != self._parts
 
         def begin(changes: list[bool]) -> bool:
@@ -156,10 +157,10 @@ class BackgroundSaver:
     A step waits until its rank's shards are copied. A thread then saves the copy; nearly all the time it waits for the
     node's writer or for other ranks.
 
-    `address` is of the node's writer (without an address, ranks write themselves, from a thread). Memory for one copy
-    of `shards` is made and touched now. `warn` is called with the loss of the writer, on any thread. With `local` the
-    copy outlives the process. `keeps` says which checkpoints stay, as for `Saver`. Raises CheckpointError (PP-E511) if
-    there is no memory.
+    `address` is that of the node's writer; without one, each rank's thread writes by itself. Memory for one copy of
+    `shards` is made and touched now. `warn` is called, on any thread, with the problem if the writer is lost. With
+    `local` the copy outlives the process. `keeps` says which checkpoints stay, as for `Saver`. Raises CheckpointError
+    (PP-E511) if there is no memory.
     """
 
     def __init__(
@@ -191,11 +192,11 @@ class BackgroundSaver:
     def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any], *, to_disk: bool = True) -> None:
         """Wait for the previous save, as `finish` does; then copy `shards` and write them as step-`step` in the
         background, or without `to_disk` keep only the local copy. All ranks call this together. `shards` and `state`
-        are as in `Saver.save`. Raises ValueError if the shards are not those of the memory."""
+        are as in `Saver.save`. Raises ValueError if their parts are not `memory.parts`."""
         self.finish()
         began, held, text = time.perf_counter(), list(shards), state_text(state)
         if [shard.part for shard in held] != self.memory.parts:
-            raise ValueError("the shape of what a rank saves in the background cannot change")
+            raise ValueError("the parts that a rank saves in the background cannot change")
         if self.local is not None:
             self.local.own.forget()
         copied = self.memory.copy(held)
@@ -205,7 +206,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def finish(self, limit: float | None = None) -> bool:
-        """Wait at most `limit` seconds for the save under way; returns whether it is over. Raises as `Saver.save`."""
+        """Wait (at most `limit` seconds) for the save under way; returns whether it is over. Raises as `Saver.save`."""
         if self._thread is not None:
             self._thread.join(limit)
             if self._thread.is_alive():
@@ -225,7 +226,7 @@ class BackgroundSaver:
         self._writer.close()
 
     def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:
-        """Write one step, in the thread. An error is kept and raised by `finish`."""
+        """Write one step; runs in the thread. Keeps an error, which `finish` raises."""
         try:
             self.memory.wait(copied)
             if self.local is not None:

@@ -54,7 +54,7 @@ def values_of(tensor: Tensor) -> memoryview:
 
 
 class HostMemory:
-    """Memory for a copy of the values of `shards`, allocated and touched once. Raises CheckpointError (PP-E511).
+    """Memory for a copy of the values of `shards`, allocated and touched now. Raises CheckpointError (PP-E511).
 
     The memory is an anonymous file (memfd), freed when the last process that maps it ends, or `file`, whose contents
     from an earlier process are kept. For shards on a GPU the memory is pinned.
@@ -122,7 +122,8 @@ class HostMemory:
 
 
 def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:
-    """Return the descriptor of a file that lies in memory, and its mapping. Raises OSError if there is no room."""
+    """Return the descriptor (-1 without memfd) and the mapping of `file`, which lies in memory, or of an unnamed file;
+    gives it `size` bytes. Raises OSError if there is no room."""
     if file is not None:
         descriptor = open_file(file, os.O_RDWR | os.O_CREAT)
     elif sys.platform != "linux":

@@ -41,7 +41,7 @@ class Handed(NamedTuple):
     microbatch: int
     """The microbatch's number in the global batch, which does not depend on dp."""
     bits: tuple[int, int]
-    """The halves of the sum, modulo 2^64, of the bits of the message's values, read as integers."""
+    """The two halves of the sum, modulo 2^64, of the message's values, whose bits are read as integers."""
     squares: float
     """The sum of the squares of the message's values, in float64."""
 
@@ -113,7 +113,7 @@ class KeptStep:
             self.shapes = {name: _whole_shape(name, parts) for name, parts in self.parts.items()}
         except (OSError, ValueError, TypeError, LookupError, OverflowError, CheckpointError) as error:
             remedy = f"mv {pasted(self.path, f'{self.path}.damaged')}"
-            message = f"step {step} of the gradients that were kept cannot be read: {type(error).__name__}: {error}"
+            message = f"the gradients kept of step {step} cannot be read: {type(error).__name__}: {error}"
             raise CheckpointError(Problem("PP-E645", message, remedy, str(self.path))) from None
 
     def whole(self, name: str) -> NDArray[Any]:
@@ -166,8 +166,8 @@ class Side(NamedTuple):
         return self.sizes.tp if whole else 1
 
     def handed(self) -> dict[tuple[bool, int, int], list[Handed]]:
-        """Return the ranks' fingerprints by (forward, stage, microbatch). Without losses if ranks have a part of every
-        sequence: their squares do not add up to the square of the sum."""
+        """Return the ranks' fingerprints by (forward, stage, microbatch). Losses are left out if ranks have parts of
+        sequences: the squares of the parts' losses do not add up to the square of their sum."""
         by_place: dict[tuple[bool, int, int], list[Handed]] = {}
         for each in self.step.messages:
             if self.sizes.cp == 1 or not each.forward or each.stage != self.last_stage:
@@ -196,7 +196,7 @@ class ParameterDifference(NamedTuple):
     of: int
     """How many ranks have parts or copies of the gradient."""
     relative: float
-    """The largest difference over the largest absolute value in the first run; nan if that value is 0."""
+    """The largest difference over the largest absolute value in the first run; nan if only that value is 0."""
     at: tuple[int, ...]
     """Where the largest difference is."""
     values: tuple[float, float]
@@ -235,12 +235,10 @@ def compare_step(
     uses: Sequence[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> StepDifferences:
-    """Compare two runs' steps; returns the differences. `tolerance` 0 asks for equal bits; otherwise max |a - b| / max
-    |a| of a gradient may be as large as it.
-
-    `place_of` gives a parameter's stage and its number in the order of forwards. `messages`: whether both runs have the
-    same stages; `uses`: names of one shared parameter, its owner first. Holds one gradient and a part of it.
-    """
+    """Compare two runs' steps; returns the differences. A `tolerance` of 0 asks for equal bits; otherwise max |a - b| /
+    max |a| of a gradient may be as large as `tolerance`. `place_of` gives a parameter's stage and its number in the
+    order of forwards. `messages` (only if both runs have the same stages) compares messages too. `uses` are the names
+    of one shared parameter, the owner's first."""
     ours, theirs = first.step.shapes.items(), second.step.shapes.items()
     different, equal, largest = [], 0, 0.0
     for name in sorted(dict(ours & theirs), key=in_order):
@@ -259,7 +257,7 @@ def compare_step(
 
 
 def _unequal_uses(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (run, use, owner) for uses of a shared parameter whose kept gradient is not the owner's, their sum."""
+    """Yield (run, use, owner) for each use of a shared parameter whose kept gradient differs from the owner's."""
     owner, *others = [name for name in uses if name in step.parts] or [""]
     for name in others:
         if np.any(_apart(step.whole(owner), step.whole(name))):

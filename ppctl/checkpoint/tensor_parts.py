@@ -140,7 +140,7 @@ class Writers(NamedTuple):
 
 
 class _PartColumns(NamedTuple):
-    """Parts as bytes encode them: three lists in place of a record for each, and what parts share only once."""
+    """Parts as bytes encode them: three lists instead of a record for each part; what parts share is there once."""
 
     names: list[str]
     kinds: list[tuple[tuple[int, ...], str, Box]]
@@ -170,10 +170,10 @@ def parts_of(data: bytes) -> list[TensorPart]:
 
 
 def choose_writers(held: Sequence[Sequence[TensorPart]]) -> Writers:
-    """Choose the rank that writes each part, over all ranks' parts in rank order: the least loaded of its holders. The
-    largest parts are given away first; equal ones in the order of their names, to the lowest of equal ranks, so that
-    the same parts always give the same writers. Raises CheckpointError if parts of a tensor overlap or leave something
-    out.
+    """Choose the rank that writes each part: the least loaded of its holders, which then comes first of these. `held`
+    are all ranks' parts, in rank order. The largest parts are given away first; equal ones in the order of their names,
+    to the lowest of equal ranks, so that the same parts always give the same writers. Raises
+    CheckpointError if parts of a tensor overlap or leave something out.
     """
     holders: dict[TensorPart, list[tuple[int, int]]] = {}
     for rank, parts in enumerate(held):

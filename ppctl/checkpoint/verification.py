@@ -23,7 +23,7 @@ _MOST_DAMAGED = 100
 """The most damaged files that are named; then no further files are checked."""
 
 READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
-"""Fields of `data` that decide how files are read, in a checkpoint's state with the prefix `data_`."""
+"""Fields of `data` that decide how files are read; a checkpoint's state has them with the prefix `data_`."""
 
 
 class Verified(NamedTuple):
@@ -43,8 +43,8 @@ def examine(
 ) -> Verified:
     """Check everything (without `values`: sizes, headers and the manifest's digest); returns all that is wrong.
 
-    `progress` is called with the number of bytes of values that were read. Raises CheckpointError if the manifest
-    cannot be read, OSError if the disk fails.
+    `progress` is called with the number of bytes of each chunk of values that was read. Raises CheckpointError if the
+    manifest cannot be read, OSError if the disk fails.
     """
     manifest = manifest or read_manifest(path)
     problems: list[Problem] = []
@@ -104,8 +104,8 @@ _SOURCE = ("from_", "transformers", *_CODE)
 
 
 def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems; if tensors do not fit, with the keys that give the model of `here` the sizes of `saved`. A
-    model whose code is transformers' has its sizes from its directory, and gets no keys."""
+    """Return the problems. The remedy of those about tensors that do not fit (PP-E502) becomes the keys that give the
+    model `own` the sizes of `saved`; of a transformers model, the keys that name its directory and code."""
     if saved.get("transformers") is not None:
         wanted = {"from": saved["from_"]} | {key: saved[key] for key in _CODE if saved[key] != own.get(key)}
     else:
@@ -128,13 +128,13 @@ def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: s
 
 
 def _outgrown(path: Path, state: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
-    """Yield the problem of a growing batch that had another size at this position than the plan has from step 0 on."""
+    """Yield a problem if steps from this position on have other batch sizes than the plan, which counts from step 0."""
     step, consumed = state.get("step", 0), state.get("consumed_samples", 0)
     if not as_from_the_start(config.train, step, consumed):
         would = BatchSizes.of(config.train).position(step)
         message = (
-            f"after {step:,} steps the checkpoint has consumed {consumed:,} samples, a run whose batch grows as "
-            f"train.batch_rampup={config.train.batch_rampup} says {would:,}: the sizes that follow are not the plan's"
+            f"after {step:,} steps the checkpoint has consumed {consumed:,} samples, but a run with train.batch_rampup="
+            f"{config.train.batch_rampup} would have consumed {would:,}: the batches that follow are not the plan's"
         )
         yield Problem("PP-E423", message, "train.batch_rampup=null", str(path))
 

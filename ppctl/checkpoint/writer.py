@@ -2,10 +2,10 @@
 
 python -m ppctl.checkpoint.writer SOCKET PARENT started by the node's first rank, before it uses a GPU
 
-A rank connects, and passes the memory that its copies lie in: a file without a name, so that nothing is left in
-/dev/shm however the processes end. Then it asks for functions of `disk`, one at a time; the writer has a thread for
-each rank. The writer ends with its last connection, or when the rank that started it dies. If the writer dies, ranks do
-its work.
+A rank connects, and passes the memory in which its copies lie. Unless copies outlive their process (`local_copy`), it
+is a file without a name: nothing is left in /dev/shm however the processes end. Then the rank asks for functions of
+`disk`, one at a time; the writer has a thread for each rank. It ends with its last connection, or when the rank that
+started it dies. If the writer dies, ranks do its work.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _Stranger(PermissionError):
 
 
 def _refuse_strangers(connected: socket.socket) -> None:
-    """Close, and raise _Stranger, unless the other end is this user's: an abstract address has no permissions."""
+    """Close, and raise _Stranger, if the other end is another user's: an abstract address has no permissions."""
     _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.geteuid():
         connected.close()
@@ -173,8 +173,8 @@ def _refuse_strangers(connected: socket.socket) -> None:
 
 
 def prove(connected: socket.socket, key: bytes, own: bytes, other: bytes) -> None:
-    """Show that this end knows the key, and raise PermissionError unless the other end does. The user's number is not
-    enough: in containers that share a network, all users may have the same."""
+    """Show that this end (`own`) knows the key; raise PermissionError unless `other` does, OSError if it is silent. The
+    user's number is not enough: in containers that share a network, all users may have the same."""
     drawn = secrets.token_bytes(32)
     connected.settimeout(_PATIENCE)
     connected.sendall(drawn)

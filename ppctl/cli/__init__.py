@@ -9,6 +9,6 @@ explain    also has the text about codes and keys for completion and the documen
 timeline   the file of a picture; pipeline_drawing: the table of a pipeline's ranks and chunks
 *_text     the text that a command prints
 
-A command with the name of another room or module shows what that makes: `plan` and `layout` of these packages, `parity`
-of `plan/parity.py`, `runs` of `ppctl/runs/finding.py`, `simulate` and `trace` of `schedule/`.
+A command with the name of another package or module shows what that one makes: `plan` and `layout` what the packages
+make, `parity` what `plan/parity.py` makes; `runs` uses `ppctl/runs/finding.py`, `simulate` and `trace` use `schedule/`.
 """

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("path", nargs="?", metavar="PATH", help=words)
     inspect.add_argument("--tensors", action="store_true", help="list all tensors, too")
 
-    verify = actions.add_parser("verify", help="check every byte; exit 3 where something is wrong")
+    verify = actions.add_parser("verify", help="check every byte; exit 3 if something is wrong")
     verify.add_argument("path", metavar="PATH", help=one)
     verify.add_argument("--quick", action="store_true", help="check only sizes, headers and the manifest's seal")
 
@@ -75,14 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_runs_directory(each)
     for each in (inspect, verify, diff, prune):
         each.add_argument("--json", action="store_true", help="print one JSON object")
-    words = "the last option: would a run with these KEY=VALUE load it? Compares names, shapes, dtypes and optimizer"
+    words = "comes last: check if a run with these KEY=VALUE would load it, by names, shapes, dtypes and optimizer"
     verify.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     """Do one action. Exit codes: 0 done; 1 for `diff` if something differs; 2 usage, a wrong family or output
-    directory, a run that has not ended; 3 a checkpoint that is missing, damaged or does not fit.
-    """
+    directory, a run that has not ended; 3 a checkpoint that is missing, damaged or does not fit."""
     try:
         return _ACTIONS[args.action](args)
     except OSError as error:
@@ -110,7 +109,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
-    """The directory of checkpoints that `text` means (None: the newest run's); None if it means one checkpoint."""
+    """The directory of checkpoints that `text` names, or without `text` the newest run's; None for one checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
     path = Path(text).absolute()
@@ -156,7 +155,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
-    """(why a run with this config cannot load the checkpoint, after how many samples it would go on if that is known).
+    """(why a run with this config cannot load the checkpoint, after how many samples it would go on; None: not known).
     A checkpoint of weights alone is checked as a run's first weights. Whether data changed is not checked."""
     from ppctl.launch.weights import checkpoint_tensors
 
@@ -219,7 +218,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
-    """Return the newest undamaged checkpoint, and the checkpoint from which a start goes on, which no `--keep` deletes.
+    """The checkpoints that no `--keep` deletes: the newest undamaged one, and the one from which a start goes on.
     Raises CheckpointError (PP-E530) if all are damaged."""
     for path in reversed(checkpoints):
         try:
@@ -228,7 +227,7 @@ def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
                 return [path, *([] if named is None else [named.path])]
         except CheckpointError:
             continue
-    message = f"none of the {len(checkpoints)} checkpoints in {folder} is good, and nothing is deleted"
+    message = f"none of the {len(checkpoints)} checkpoints in {folder} is good, so nothing is deleted"
     remedy = f"ppctl ckpt verify {pasted(checkpoints[-1])}" if checkpoints else f"ls -l {pasted(folder)}"
     raise CheckpointError(Problem("PP-E530", message, remedy, str(folder)))
 
@@ -238,16 +237,16 @@ def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
 
 def _add_converters(actions: Any) -> None:
     """Declare `import` and `export`."""
-    importing = actions.add_parser("import", help="make a checkpoint of other programs' weights")
+    importing = actions.add_parser("import", help="make a checkpoint from other programs' weights")
     exporting = actions.add_parser("export", help="write weights for other programs")
     _add_formats(importing, "DIR", "a Hugging Face directory: config.json and safetensors")
     _add_formats(exporting, "RUN", "for transformers; RUN is a run, or one of its checkpoints")
     importing.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     exporting.add_argument("out", type=Path, metavar="DIR", help="a new directory")
-    exporting.add_argument("--dtype", choices=DTYPES, help="of the new weights (default: as they were saved)")
+    exporting.add_argument("--dtype", choices=DTYPES, help="the dtype of the new weights (default: as they were saved)")
     for each in (importing, exporting):
         each.add_argument("--no-mtp", action="store_true", help="leave out multi-token prediction")
-    words = "the last option: the model as ppctl plan takes it (--dcp, --torch-dist); whose code runs it (--hf: "
+    words = "comes last: with --dcp or --torch-dist the model, as for ppctl plan; with --hf whose code runs it ("
     words += f"{_IMPLEMENTATION}, {_OVERRIDES}FIELD)"
     importing.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
     add_runs_directory(exporting)
@@ -316,7 +315,7 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 
 def _convert(action: str, *words: object) -> int:
-    """Start the process that converts, with its sources, the output and options; returns its exit code."""
+    """Run the process that converts, with its sources, the output and options, to its end; returns its exit code."""
     command = [*python("ppctl.pretrained.command"), action, *map(str, words)]
     return subprocess.run(command, check=False).returncode
 

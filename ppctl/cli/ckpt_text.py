@@ -44,7 +44,7 @@ def contents(path: Path) -> dict[str, Any]:
         entry["dtypes"] = sorted({*entry["dtypes"], record.dtype})
     run = RunDir(path.parent.parent)
     sizes, model = state.get("parallel", {}), state.get("model", {})
-    # For a model of transformers, the numbers that its plan knows.
+    # Of a model from transformers its plan knows only three numbers.
     known = _MODEL if model.get("transformers") is None else ("num_layers", "hidden_size", "vocab_size")
     position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
     return {
@@ -72,7 +72,7 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def described(checkpoint: Mapping[str, Any], *, tensors: bool) -> str:
-    """One checkpoint in lines, then its tensors."""
+    """The `contents` of a checkpoint as lines, with `tensors` followed by a table of them."""
     rows = [
         ("step", f"{checkpoint['step']}"),
         ("size", f"{size_text(checkpoint['bytes'])} in {checkpoint['files']} files"),
@@ -154,7 +154,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
 
 def listed(listing: Mapping[str, Any]) -> str:
-    """A directory as a table."""
+    """The `listing` of a directory as a table."""
     if not listing["checkpoints"]:
         return f"no checkpoints in {listing['path']}"
     rows = [("checkpoint", "size", "written", "eval loss", "")]
@@ -185,7 +185,7 @@ def verified(report: Mapping[str, Any]) -> str:
 
 
 def compared_on_screen(paths: Sequence[Path], what: str) -> CheckpointDifferences:
-    """Two checkpoints compared, with a bar called `what` on a terminal."""
+    """Compare the values of two checkpoints, with a bar called `what` on a terminal."""
     from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare  # numpy
 
     manifests = list(map(read_manifest, paths))
@@ -195,7 +195,7 @@ def compared_on_screen(paths: Sequence[Path], what: str) -> CheckpointDifference
 
 
 def comparison(paths: Sequence[Path], compared: CheckpointDifferences) -> dict[str, Any]:
-    """Two checkpoints compared. Numbers that are not finite are null."""
+    """The comparison of two checkpoints, as `--json` prints it: numbers that are not finite are null."""
     return {
         "paths": [str(path) for path in paths],
         "same": compared.same,
@@ -207,7 +207,7 @@ def comparison(paths: Sequence[Path], compared: CheckpointDifferences) -> dict[s
 
 
 def differences(report: Mapping[str, Any], limit: int) -> list[str]:
-    """The tensors that differ, each in three lines: its type, how much, and where first."""
+    """Lines about the tensors that differ: the type of each, how much it differs, and where first."""
     lines = [f"{name}  {path}" for name, path in zip("AB", report["paths"], strict=True)]
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         lines += [f"only in {name}: {line}" for line in _ranges(report[key], limit)]

@@ -33,15 +33,15 @@ def letters(count: int) -> list[str]:
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Key -> its value in each of `values`, for the keys whose values are not all equal; without the description of a
-    model, thousands of letters that follow from other keys."""
+    """Key -> its value in each of `values`, for the keys whose values are not all equal. `model.transformers` is left
+    out: thousands of letters, which follow from other keys."""
     names = dict.fromkeys(name for each in values for name in each if name != "model.transformers")
     rows = {name: [each.get(name) for each in values] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def labels(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each of `values` by key the words that set it apart from the others, such as `lr=0.001 seed=2`."""
+    """For each of `values` (key -> value) the words that set it apart from the others, such as `lr=0.001 seed=2`."""
     rows = {name: row for name, row in differing(values).items() if name not in _NOT_ITS_OWN}
     last = [name.rpartition(".")[2] for name in text_keys()]
     short = {name: SHORT.get(name, name.rpartition(".")[2]) for name in rows}
@@ -53,8 +53,7 @@ def comparison(runs: Sequence[RunDir]) -> tuple[dict[str, Any], list[list[dict[s
     """(the differences and results of runs, which `--json` prints; each run's records by step).
 
     `keys` has a key's value in every run, `steps` the steps that all have done; `tokens_per_s` is each run's median.
-    Raises ConfigError (PP-E611) if a config cannot be read.
-    """
+    Raises ConfigError (PP-E611) if a config cannot be read."""
     from statistics import median  # fractions and decimals
 
     configs = [to_values(run.read_config()) for run in runs]
@@ -84,7 +83,7 @@ def comparison(runs: Sequence[RunDir]) -> tuple[dict[str, Any], list[list[dict[s
 
 
 def comparison_text(compared: Mapping[str, Any], records: Sequence[Sequence[Mapping[str, Any]]], columns: int) -> str:
-    """Keys that differ, results and curves."""
+    """The keys that differ, the results and the curves of runs, as text."""
     names = letters(len(records))
     lines = [aligned(zip(names, compared["ids"], strict=True)), "", *_table(compared, names, columns), ""]
     lines += _curves(records, names, 100 if columns == UNFOLDED else columns)
@@ -104,7 +103,7 @@ def _figure(value: Any, form: str) -> str:
 
 
 def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> Iterator[str]:
-    """A table with a column per run, or for more than three with a row. Values too long for a column stand below."""
+    """A table with a column per run; with a row per run, if there are more than three. Too long values stand below."""
     rows = [[name, *map(value_text, row)] for name, row in compared["keys"].items()]
     room = _LONGEST_VALUE
     if len(names) < 4 and rows:
@@ -118,7 +117,7 @@ def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> I
 
 
 def _curves(records: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str], columns: int) -> Iterator[str]:
-    """A line per run and figure. The lines of one figure have one scale, and are as long as the run has done steps."""
+    """A line per run and figure. The lines of one figure have the same scale; their lengths follow the runs' steps."""
     steps = max((run[-1]["step"] for run in records if run), default=0) or 1
     for key, name in CURVES.items():
         values = [[math.nan if record.get(key) is None else record[key] for record in run] for run in records]
@@ -151,7 +150,7 @@ def comparison_page(compared: Mapping[str, Any], records: Sequence[Sequence[Mapp
 
 
 def _points(records: Sequence[Mapping[str, Any]]) -> Iterator[list[float | None]]:
-    """Step, tokens and seconds of training so far, and the figures; of too many steps those with the extreme losses."""
+    """Each step's number, tokens and seconds so far, and figures; of too many steps only those with extreme losses."""
     before, tokens, seconds, points = 0, 0.0, 0.0, []
     for record in records:
         steps, before = record["step"] - before, record["step"]  # `log.interval` leaves steps out

@@ -156,7 +156,7 @@ def _arguments(command: str, *after: str) -> Iterator[Word]:
 def _takes_runs(command: str, action: str = "", *after: str) -> bool:
     """Whether runs may follow the action of a command."""
     if command == "ckpt" and action == "export":
-        return after[-1:] in (("--hf",), ("--dcp",))
+        return after[-1:] in (("--hf",), ("--dcp",), ("--torch-dist",))
     if command == "ckpt":
         return action in ("inspect", "verify", "diff", "average", "prune") and after[-1:] != ("--out",)
     return command == "runs" and action in ("show", "compare", "delete")

@@ -59,7 +59,7 @@ def overwrite(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a text on stderr that is not the result. On a terminal lines are wrapped between words, except indented
+    """Print on stderr a text that is not the result. On a terminal, lines are wrapped between words, except indented
     lines, which a user may paste."""
     if sys.stderr.isatty():
         text = _unless_indented(text, shutil.get_terminal_size().columns)
@@ -86,7 +86,7 @@ def is_live() -> bool:
 
 
 def width(piped: int = PIPE_WIDTH) -> int:
-    """The terminal's columns; if stdout is no terminal, $COLUMNS, or else `piped`."""
+    """The terminal's columns; if stdout is no terminal, $COLUMNS (unless `piped` is UNFOLDED), or else `piped`."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         piped = shutil.get_terminal_size().columns
@@ -122,7 +122,7 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """Columns with two blanks between them; the second up to number `right` are aligned right, the others left."""
+    """Columns with two blanks between them; columns 2 to `right` are aligned right, the others left."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
@@ -197,8 +197,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def curve(values: Sequence[float], columns: int, bounds: Iterable[float] = ()) -> str:
-    """`values` as bars in at most `columns` columns, each the mean of equally many values; a level curve is low. The
-    scale is of `bounds` (all values of several curves), or else of these means."""
+    """`values` as bars in at most `columns` columns, each the mean of equally many values (`!` if it is not finite).
+    The scale is that of `bounds` (all values of several curves), or else of these means; equal means have low bars."""
     count = min(len(values), columns)
     edges = [len(values) * column // count for column in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "the path of .bin and .idx without these endings; with --format, files as `tokenize` takes them"
     show.add_argument("prefix", metavar="PREFIX", help=words)
     show.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default: 0)")
-    words = f"the number of its tokens to show (default: {_SHOWN_TOKENS})"
+    words = f"how many tokens of the document to show (default: {_SHOWN_TOKENS})"
     show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, metavar="N", help=words)
     show.add_argument("--tokenizer", metavar="DIR", help="byte, or a directory: also show the document as text")
     words = "read conversations (chat), or prompts with completions; + marks tokens that are trained on"
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tokenize(args: argparse.Namespace) -> int:
-    """Write both files, or nothing."""
+    """Tokenize the inputs and write both files, or nothing. Raises DataError."""
     from ppctl.data.indexed import IndexedWriter
     from ppctl.data.load import load_all, load_tokenizer
     from ppctl.data.text import encode_files, matching
@@ -97,10 +97,10 @@ def _typed_as_flag(problem: Problem) -> Problem:
 
 
 def _reading(name: str, vocabulary: int) -> str:
-    """The overrides for a model that reads these tokens: the model of the tokenizer's directory, or sizes."""
+    """The overrides for a model that reads these tokens: the model in the tokenizer's directory, or sizes."""
     if name != "byte" and Path(name).expanduser().joinpath("config.json").is_file():
         return pasted(f"model.from={name}")
-    rows = -(-vocabulary // 64) * 64  # rows of the embedding, for every id, and a multiple of 64
+    rows = -(-vocabulary // 64) * 64  # rows of the embedding: at least one for every id, and a multiple of 64
     return pasted(f"data.tokenizer={name}", f"model.vocab_size={rows}")
 
 
@@ -138,7 +138,7 @@ def show(args: argparse.Namespace) -> int:
 
 def _check_document(args: argparse.Namespace, documents: str, number: int) -> None:
     if not 0 <= args.document < number:
-        message = f"{documents} 0 to {number - 1}, and {args.document} is not one of them"
+        message = f"{documents} 0 to {number - 1}, but {args.document} is not one of them"
         raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
 
 

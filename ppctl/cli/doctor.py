@@ -28,6 +28,7 @@ from ppctl.launch.machine import gpu_devices
 
 _PROBE = "ppctl.reach.probe"
 _DEADLINE_S = 240.0
+_LATE = f"no result after {_DEADLINE_S:.0f} s"
 _WRITTEN_BYTES = 64 * 2**20
 _SLOW_DISK, _SLOW_SYNC = 50e6, 0.5
 _OLDEST_TORCH = (2, 11)
@@ -45,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. Exit code 1 if something is wrong, else 0. Raises ConfigError for --model, --ranks."""
+    """Measure; rank 0 prints. Exit code 1 if something is wrong, else 0. Raises ConfigError for --model, --ranks."""
     if args.model is not None:
         remedy = f"ppctl plan {pasted(f'model.from={args.model}')} model.implementation=transformers"
-        raise ConfigError(Problem("PP-E116", "doctor --model: a plan proves that a model can be cut", remedy))
+        raise ConfigError(Problem("PP-E116", "doctor checks no --model: a plan proves that a model can be cut", remedy))
     if not 1 <= args.ranks <= 64:
-        raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: 1 to 64 processes", "--ranks 2", "command line"))
+        raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: it must be 1 to 64", "--ranks 2", "command line"))
     started = detect(os.environ)
     measured = _as_rank(started) if started.is_rank else _measure(args.ranks)
     if started.is_rank and started.rank != 0:
@@ -73,13 +74,11 @@ def _measure(ranks: int) -> dict[str, Any]:
         for rank in range(ranks):
             pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             environment = rank_environment(rank, ranks, {}) | {NODE_DIRECTORY: str(directory)}
-            started.append(
-                subprocess.Popen(python(_PROBE), env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True)
-            )
+            started.append(subprocess.Popen(python(_PROBE), env=environment, stdout=pipe, stderr=pipe, text=True))
         try:
             out, error = started[0].communicate(timeout=_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            out, error = "", f"no result after {_DEADLINE_S:.0f} s"
+            out, error = "", _LATE
         finally:
             for process in started:
                 process.kill()
@@ -90,8 +89,12 @@ def _measure(ranks: int) -> dict[str, Any]:
 def _as_rank(started: Started) -> dict[str, Any]:
     environment = os.environ | dict(started.variables)
     command = python(_PROBE)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
-    return _read(done.stdout, done.stderr) if started.rank == 0 else {}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
+        out, error = done.stdout, done.stderr
+    except subprocess.TimeoutExpired:
+        out, error = "", _LATE
+    return _read(out, error) if started.rank == 0 else {}
 
 
 def _read(out: str, error: str) -> dict[str, Any]:
@@ -198,7 +201,7 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
 
 def _transports(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
-        return ["messages no launch.transport was tried: that takes a GPU for each of two ranks or more"]
+        return ["messages no launch.transport was tried: that takes at least two ranks with a GPU each"]
     lines = []
     for row in rows:
         result = f"no: {row['error']}" if row["error"] else f"right, {_time(row['seconds'])} a call of a miniature"
@@ -225,7 +228,7 @@ def _too_few_gpus(report: dict[str, Any]) -> list[str]:
     if not gpus or report.get("device") != "cpu":
         return []
     return [
-        f"         fewer than ranks: measured on the CPU; with launch.share_gpu=true the ranks of a run share {gpus}"
+        f"         fewer GPUs than ranks: measured on the CPU; launch.share_gpu=true lets a run's ranks share {gpus}"
     ]
 
 

@@ -189,15 +189,14 @@ def pages() -> dict[str, tuple[str, str]]:
 
 
 def code_of(topic: str) -> str:
-    """The code that `E101`, `pp-e101` or `PP-E101` means, whether or not it has a page."""
+    """The code that `E101`, `pp-e101` or `PP-E101` means; it need not have a page."""
     return topic.upper() if topic.upper().startswith("PP-E") else f"PP-{topic.upper()}"
 
 
 def keys_called(topic: str) -> list[Key]:
     """The keys that a topic means: by a full name, an alias, another system's name, or the last part of a name
     (several, if several sections have such a key). An entry of a mapping (`model.lora.rank`) means the mapping. A
-    section's own name means no key.
-    """
+    section's own name means no key."""
     name = full_name(topic)
     owner = name if name in keys() else mapping_with(name)
     if owner is not None:

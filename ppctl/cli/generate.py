@@ -23,24 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "a run (its last checkpoint), a checkpoint of any cut, or a Hugging Face directory"
     parser.add_argument("source", metavar="RUN|DIR", help=words)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; with --chat the user's message")
-    parser.add_argument("--tokens", type=whole, default=128, metavar="N", help="at most so many (default: 128)")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a turn, by the chat template")
-    parser.add_argument("--template", metavar="FILE", help="--chat with this chat template")
-    parser.add_argument("--system", metavar="TEXT", help="--chat behind this message of the system")
+    parser.add_argument("--tokens", type=whole, default=128, metavar="N", help="at most N new tokens (default: 128)")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the chat template, as a user's turn")
+    parser.add_argument("--template", metavar="FILE", help="with --chat: the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message before the prompt")
     words = "draw each token by its probability, the logits divided by T (default: take the likeliest token)"
     parser.add_argument("--temperature", type=scale, metavar="T", help=words)
     parser.add_argument("--top-k", type=whole, metavar="K", help="draw from the K likeliest tokens")
-    parser.add_argument("--top-p", type=share, metavar="P", help="draw from the likeliest that add up to P")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: 0)")
+    parser.add_argument("--top-p", type=share, metavar="P", help="draw from the likeliest, up to a total probability P")
+    parser.add_argument("--seed", type=int, metavar="N", help="the seed of the draws (default: 0)")
     words = "a tokenizer.json or its directory, or byte (default: the one that the weights came with)"
     parser.add_argument("--tokenizer", metavar="DIR", help=words)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were saved)")
+    parser.add_argument("--dtype", choices=DTYPES, help="the dtype of the weights (default: as they were saved)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, with the tokens")
     words = (
-        "One process holds the whole model. It keeps keys and values of earlier tokens; a few models of transformers' "
-        "own code do not, and compute the whole text for every token. Any of --temperature, --top-k, --top-p and "
-        "--seed draws; without them the likeliest token comes."
+        "One process holds the whole model. It keeps the keys and values of earlier tokens; a few models that run with "
+        "transformers' code cannot, and compute the whole text again for every token. With any of --temperature, "
+        "--top-k, --top-p and --seed, tokens are drawn; without them, the likeliest is taken."
     )
     parser.epilog = prose([words], width())
     add_runs_directory(parser)

@@ -54,13 +54,13 @@ def _job_to(doing: str, run: RunDir) -> JobState:
     """The job of a run. Raises ConfigError (PP-E628) if the run was not submitted."""
     job = job_of(run)
     if job is None:
-        message = f"run {run.id} was not submitted, and there is no job to {doing}"
+        message = f"run {run.id} was not submitted, so there is no job to {doing}"
         raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {pasted(run.path)}", str(run.path)))
     return job
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """Cancel the job, unless it has ended."""
+    """Cancel the job, unless it has ended; a run that never began is `interrupted`. Raises ConfigError without job."""
     run = find_run(args.run, args.dir)  # must be one run: no remedy may offer to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:
@@ -79,7 +79,8 @@ def cancel(args: argparse.Namespace) -> int:
 
 
 def requeue(args: argparse.Namespace) -> int:
-    """Requeue: running jobs save and restart, others are submitted again. Raises ConfigError after the last step."""
+    """Requeue: a running job saves and restarts, one that has ended is submitted again. Raises ConfigError for a run
+    without job, or after its last step, and while the job is ending."""
     run = named_run(args)
     job = _job_to("requeue", run)
     if job.state and not job.ended:
@@ -87,7 +88,7 @@ def requeue(args: argparse.Namespace) -> int:
             print(f"job {job.job} is waiting already")
             return 0
         if job.ending:
-            message = f"job {job.job} is ending, and cannot be requeued before it has ended"
+            message = f"job {job.job} is ending, so it cannot be requeued before it has ended"
             raise ConfigError(Problem("PP-E613", message, f"ppctl status {pasted(run.path)}", str(run.path)))
         _system_of(job.job).restart(job.job, job.cluster)
         starter = "script then requeues" if slurm.is_job(job.job) else "pods then start"

@@ -86,6 +86,7 @@ def _suggest(args: argparse.Namespace) -> int:
 
 
 def _report(problems: Sequence[Problem], result: str) -> int:
+    """Print the result on stdout and the problems on stderr; returns the exit code."""
     if result:
         print(result)
     for problem in problems:

@@ -56,7 +56,7 @@ class LiveBlock:
         self._losses: list[float] = []
 
     def draw(self, columns: int) -> Group | Text:
-        """The block as it is now: until the first step, the ranks' state; then the last step."""
+        """The block as it is now: the ranks' states until the first step is done, then the last step."""
         for record in self._metrics.read():
             self._recent = [*self._recent, record][-RECENT:]
             self._losses.append(record.get("loss") or math.nan)
@@ -72,7 +72,7 @@ class LiveBlock:
 
     def _training(self, columns: int) -> Group:
         last = self._recent[-1]
-        # With log.interval the last record may be many steps old, but not the counts of the ranks.
+        # With log.interval the last record may be many steps old; the ranks' own counts are not.
         states = heartbeat.read_all(self._directory, self._ranks)
         step = max(last["step"], min((state.step for state in states), default=0))
         left = (self._steps - step) * (mean_step_time(self._recent) or 0.0)

@@ -51,7 +51,7 @@ from ppctl.runs.rundir import RunDir
 
 @contextmanager
 def start_of(args: argparse.Namespace) -> Iterator[Started]:
-    """The launcher that started this process. Ranks other than 0 become workers here, and wait for rank 0.
+    """The launcher that started this process. Ranks other than 0 become workers here, and do not return.
 
     Problems raised inside are printed once, by rank 0 (with --json as one object, too); all ranks exit with their code.
     """
@@ -78,16 +78,16 @@ def start_of(args: argparse.Namespace) -> Iterator[Started]:
 
 
 def _of_a_node(variables: Mapping[str, str]) -> str:
-    """A line for the terminal of a node other than the first, which shows nothing else of a run that goes well."""
+    """A line for the terminal of any node but the first. The terminal shows nothing else of a run that goes well."""
     first, last = int(variables["RANK"]), int(variables["RANK"]) + int(variables["LOCAL_WORLD_SIZE"]) - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     server = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     who = f"{host_name()}: {ranks} of {variables['WORLD_SIZE']}, waiting for rank 0 at {server}"
-    return f"note: {who}; steps are printed where rank 0 runs, and here what goes wrong"
+    return f"note: {who}; rank 0's terminal shows the steps, and this one only what goes wrong"
 
 
 def accepted(composed: Composed, plan: Plan | None, problems: Sequence[Problem]) -> Plan:
-    """The plan of a config without problems, after printing the notes on it. Raises as `refuse`."""
+    """Print the notes on a config, and return its plan. If there are problems, raises as `refuse` does."""
     refuse(problems)
     assert plan is not None  # there were no problems
     for line in composed.notes:
@@ -100,8 +100,8 @@ def adapt_to_machine(
 ) -> tuple[RunConfig, Plan, Mapping[str, Any]]:
     """(`config` with its device and its GPU environment, its plan on that device, facts about its data).
 
-    `command` and `arguments` were typed, and are shown in remedies (`resume RUN` with the run's name). Raises
-    ConfigError with all problems if the run cannot be on this machine.
+    `command` and `arguments` are what was typed, for remedies (`resume RUN` with the run's name). Raises ConfigError
+    with all problems if the run is not possible on this machine.
     """
     from ppctl.data.load import examine  # numpy
 
@@ -113,7 +113,7 @@ def adapt_to_machine(
     problems = list(other_size_of_nodes(config.launch, world)) if started.by == "node" else []
     if find_spec("torch") is None:
         remedy = f"{pasted(sys.executable)} -m pip install torch"
-        problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", remedy))
+        problems.append(Problem("PP-E604", "torch is not installed here, but training needs it", remedy))
     else:
         problems += absent_for(config.model)
         if other := other_version(config.model):
@@ -144,7 +144,7 @@ def other_size_of_nodes(launch: LaunchConfig, world: int) -> Iterator[Problem]:
     """Yield a problem if the nodes do not hold exactly the plan's ranks."""
     nodes, per_node = machines(launch.nodes, launch.gpus_per_node, world)
     if nodes * per_node != world:
-        message = f"the plan has {world} ranks, and nodes {nodes} x {per_node} ranks = {nodes * per_node}"
+        message = f"the plan has {world} ranks, but {nodes} nodes x {per_node} ranks = {nodes * per_node}"
         fitting = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)
         remedy = f"nodes={world // fitting} gpus_per_node={fitting}"
         yield Problem("PP-E603", message, remedy, "launch.nodes, launch.gpus_per_node")
@@ -168,12 +168,13 @@ def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Prob
     if plan is not None and plan.sizes.world == started.world_size and not problems:
         remedy += "\n" + typed_again("plan", larger)
     starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
-    message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
+    message = f"the plan is for {world} ranks, but {starter} has started {started.world_size}"
     return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")
 
 
 def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list[Problem]]:
-    """`config` with the variables that ranks on GPUs need in `launch.env`; a problem for each that contradicts them."""
+    """(`config` whose `launch.env` has the variables that ranks on GPUs need, problems of variables that contradict
+    these). Prints a note on each of the user's own variables that is kept."""
     if config.launch.device != "cuda":
         return config, []
     environ, pp = os.environ, plan.sizes.pp
@@ -188,7 +189,7 @@ def with_paths(config: RunConfig) -> RunConfig:
     """`config` with the paths of the checkpoint or weights to begin from. Raises PpctlError if they are missing."""
     if config.checkpoint.load is not None and config.checkpoint.resume is None:
         checkpoint = checkpoint_if_any(config.checkpoint.load, Path(config.log.dir))
-        outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
+        outcome = f"going on from {checkpoint}" if checkpoint else "nothing is there yet, so the run begins"
         note(f"note: checkpoint.load={config.checkpoint.load}: {outcome}")
         if checkpoint is not None:
             _note_rates(config, checkpoint)
@@ -206,6 +207,7 @@ def with_paths(config: RunConfig) -> RunConfig:
 
 
 def _note_rates(config: RunConfig, checkpoint: Path) -> None:
+    """Print a note on the learning rate if the checkpoint's run had another one."""
     with suppress(PpctlError, OSError, ValueError, ArithmeticError):
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):
@@ -219,7 +221,8 @@ def command_line(command: str, args: argparse.Namespace) -> str:
 
 
 def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> int:
-    """Print the first screen, run the job to its end and print how it ended. Returns the exit code."""
+    """Print the first screen, run the job to its end and print how it ended. Returns the exit code. A process that a
+    launcher started becomes a worker, and does not return."""
     out = sys.stderr if as_json else sys.stdout
     config = launch.config
     print(
@@ -236,7 +239,7 @@ def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> 
 
 
 def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
-    """Run the job, print its steps on `out`, and on stderr failures and how to go on. Returns its outcome."""
+    """Run the job, and print its steps on `out`; stderr shows failures, and how to go on. Returns the outcome."""
     config = launch.config
     if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)

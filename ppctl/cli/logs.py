@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a log."""
+    """Print a run's steps, its job's log or a rank's. Raises ConfigError (PP-E611) if there is no such log."""
     run_dir = named_run(args)
     job = run_dir.job()
     if args.rank is None and not slurm.is_job(job.get("job", "0")):
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         message = f"there is no {path.name} in {path.parent} (yet); there are: {names}"
         raise ConfigError(Problem("PP-E611", message, f"ppctl status {pasted(run_dir.path)}", str(run_dir.path)))
     if path.exists() and not path.stat().st_size and not args.follow:
-        note(f"{path} is empty: the rank has printed nothing")
+        note(f"{path} is empty: nothing was printed")
     _follow(run_dir, _log(path), args.lines, follow=args.follow)
     return 0
 
@@ -70,7 +70,7 @@ def _log(path: Path) -> Iterator[str]:
 
 
 def _steps(run_dir: RunDir, lines: int | None) -> Iterator[str]:
-    """The lines of steps added since the last time, as the run printed them; at first the last `lines` (None: all)."""
+    """Yield, for ever, the lines of new steps, as the run printed them; at first the last `lines` (None: all)."""
     metrics, last = run_dir.metrics_file(last=lines), 0
     shown = StepLines(run_dir.read_config().train.steps, width(WIDE))
     while True:
@@ -84,7 +84,8 @@ def _is_going_on(run_dir: RunDir) -> bool:
 
 
 def _follow(run_dir: RunDir, added: Iterator[str], lines: int | None, *, follow: bool) -> bool:
-    """Print the last `lines` (None: all), with `follow` until the run ends; returns whether anything was printed."""
+    """Print what `added` yields: of the first text the last `lines` (None: all), and with `follow` later ones until the
+    run ends. Returns whether there was any text."""
     anything = False
     while True:
         goes_on = follow and _is_going_on(run_dir)  # checked before reading, so that the last lines are printed

@@ -46,20 +46,20 @@ def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
 
 
 def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
-    """The problem of a jump of the rate, with the commands to choose from; `typed` stood after `ppctl resume`, `more`
-    are switches that each command needs for other reasons."""
+    """The problem of a jump of the rate behind step `done`, with the commands to choose from. `typed` are the words
+    after `ppctl resume`; `more` are switches that also the first command needs, which keeps the decay."""
     last, following = _rate(before, max(done, 1)), _rate(after, done + 1)
     jump = f"{following / last:.3g} times as high" if last else "above 0"
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
     if held := _held(before):
-        # As its command has it: without typed rates.
+        # Without typed rates, as in the command that is printed for it.
         told, end = _with(after, {key: before[key] for key in text_keys() if sets_rate(key)} | held), after.train.steps
         rate = _rate(told, end)
         how = "stays" if _rate(told, min(before.train.steps + 1, end)) == rate else "ends at"
         choice = f"the decay ends at step {before.train.steps:,} as before, and the rate {how} {rate:.3g}"
         choices.append((choice + ("" if rate else " (nothing is learned)"), held, more))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
-    choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
+    choices.append(("the rates of a run that was as long from its start", {}, ("--allow",)))
     jumped = f"the next step's learning rate would be {jump}: {rates_text(before, after, done)}"
     # The rates of a choice replace typed rates.
     kept = [word for word in typed if not sets_rate(word)]
@@ -71,7 +71,7 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
 
 
 def longer(run: str, config: RunConfig, done: int | None = None, steps: int | None = None, *more: str) -> str:
-    """The command that goes on until `steps` (None: as many again), with a rate that neither jumps nor is 0."""
+    """The command that goes on until `steps` (None: as many again) with `more`; the rate neither jumps nor is 0."""
     done = config.train.steps if done is None else done
     length: dict[str, Any] = {"steps": steps or 2 * done}
     length |= {key: None for key in ("train.samples", "train.tokens", "train.epochs") if config[key] is not None}
@@ -85,7 +85,7 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
-    """Values that keep the end of the decay and the rate there; none if the end is set."""
+    """Values that keep the decay's end where it is, at the present last step; none if the config sets the end."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
     return {"optim.lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}

@@ -36,7 +36,7 @@ def losses(asked: str, values: ConfigValues, plan: Plan) -> tuple[list[dict[str,
     except ConfigError as error:
         return [], "", list(error.problems)
     if max(lost) >= whole.nodes:
-        message = f"--lost {asked}: the plan has {number(whole.nodes, 'node')}, and one must be left"
+        message = f"--lost {asked}: the plan has {number(whole.nodes, 'node')}, but one must be left"
         remedy = f"--lost {whole.nodes - 1}" if whole.nodes > 1 else ""
         return [], "", [Problem("PP-E105", message, remedy, values.cite("nodes", "gpus_per_node") or PLACE)]
     with patience_asked():
@@ -51,7 +51,7 @@ def _rows(lost: Sequence[int], whole: Whole) -> list[dict[str, Any]]:
     found, least, rows = None, 0, dict[int, dict[str, Any]]()
     for each in sorted(lost):
         left = whole.nodes - each
-        # else the last plan fits, too, or nothing fits fewer nodes
+        # otherwise the plan found last fits, too, or nothing fits so few nodes
         if not least and (found is None or found.nodes > left):
             found = remaining(whole, left)
             least = 0 if found else least_nodes(whole, left)

@@ -159,7 +159,8 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Sequence[str]) -> argparse.Namespace:
-    """The arguments of `command`, and as `args.line` its overrides with the problems of its words."""
+    """The arguments of `command`, and as `args.line` its overrides with the problems of its words. Adds --recipes-dir
+    to the environment of this process."""
     from ppctl.config.argv import normalise  # imports ppctl.config, which other commands do not need
     from ppctl.config.resources import RECIPES_PATH
 
@@ -167,7 +168,7 @@ def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Seque
     line = normalise(tokens, own, command)
     args, strays = parser.parse_known_args(line.rest)
     if args.recipes_dir:
-        # The environment passes it to every process that this command starts, and to every later search for recipes.
+        # So every process that this command starts, and every later search for recipes, finds it.
         before = os.environ.get(RECIPES_PATH, "")
         os.environ[RECIPES_PATH] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
     args.line = replace(line, rest=strays)

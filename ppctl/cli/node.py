@@ -31,7 +31,7 @@ _AGENTS = Started("node")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    words = "a name or address of the first host, by which all reach it, and a free port there"
+    words = "a name or address by which all hosts reach the first one, and a free port there"
     parser.add_argument("--rendezvous", required=True, metavar="HOST:PORT", help=words)
     parser.add_argument("--resume", dest="run", metavar="RUN", help="go on with this run, instead of a new one")
     parser.add_argument("--dir", type=Path, default=RUNS, metavar="DIR", help="where RUN is (default: runs)")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    """Become this host's agent. Exit codes as for train; 1 also if the rendezvous' host or too many others are lost."""
+    """Become this host's agent. Exit codes as for train; 1 also if the rendezvous' host or too many hosts are lost."""
     typed = " ".join([*map(pasted, filter(None, [args.run])), retyped(sorted(args.line.overrides))])
     host, _, port = args.rendezvous.rpartition(":")
     server = _listening(host.strip("[]"), port)
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 
 
 def _become(*arguments: str) -> NoReturn:
+    """Replace this process by the agent."""
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # while the agent imports
     os.execve(sys.executable, [*python("ppctl.agent"), *arguments], {"TORCH_CPP_LOG_LEVEL": "3"} | os.environ)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.runs) > 1:
         return _shown(_two_runs(args), args)
     if not 1 <= args.steps <= _MOST:
-        message = f"--steps {args.steps}: 1 to {_MOST} steps are compared"
+        message = f"--steps {args.steps}: it must be 1 to {_MOST}"
         raise ConfigError(Problem("PP-E644", message, f"--steps {_STEPS}", "command line"))
     one, cut = _planned(args)
     with unwinding_on_term(), own_directory() if args.keep is None else nullcontext(Path(args.keep)) as root:
@@ -95,7 +95,7 @@ def _shown(report: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[RunConfig, Plan]]:
-    """Both configs and plans. Raises PpctlError with all problems of the first config that cannot be run."""
+    """(config, plan) in one process, and in the cut. Raises PpctlError with all problems of the first unfit config."""
     if detect(os.environ).is_rank:
         message = "`ppctl parity` starts its ranks itself, but this process was started by another launcher"
         raise ConfigError(Problem("PP-E644", message, "ppctl parity, without torchrun or srun", "environment"))
@@ -104,7 +104,7 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
         config, provenance = run.read_config(), run.read_plan().provenance
         base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
         refuse(args.line.problems)
-        # Without the files that the run kept: its steps may not exist now.
+        # Without the files that the run kept: the steps of these may not exist now.
         base = _over(_over(base, kept_as(args.steps)), args.line)
     else:
         base, plan, problems = planned(args.line, for_training=True)
@@ -112,7 +112,7 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
     cut = _over(base, kept_as(args.steps))
     ready = _ready(cut, args)
     if ready[1].sizes.world == 1:
-        message = "there is one rank: there is nothing to compare it with"
+        message = "there is only one rank, so there is nothing to compare it with"
         raise ConfigError(Problem("PP-E644", message, "pp=2", "command line"))
     return _ready(_over(cut, in_one_process(ready[1])), args), ready
 
@@ -152,7 +152,7 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     # A problem must not name files in a directory that will be removed.
     report = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")
     if outcome.exit_code != DONE and not kept_steps(run.gradients):
-        message = f"{_NAMES[name]} failed, and nothing was compared"
+        message = f"{_NAMES[name]} failed, so nothing was compared"
         raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", report))
     failure = "" if outcome.exit_code == DONE else report.partition("\n")[0]
     return _Side(run, config, plan, failure, stays=args.keep is not None)
@@ -236,7 +236,7 @@ def _progress(step: int) -> Callable[[str], None]:
 
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
-    """The newest checkpoints of one step that both runs have, compared; None if there are none."""
+    """Compare the checkpoints of the last step that both runs have saved; None if there is no such step."""
     by_step = [{checkpoint_folder.step_of(path): path for path in checkpoint_folder.kept(side.run.checkpoints)}
              for side in (first, second)]  # fmt: skip
     step = max(by_step[0].keys() & by_step[1].keys(), default=None)
@@ -370,7 +370,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
         return f"equal: losses and norms of {len(steps)} steps{kept}: {equality}"
     wrong = next((step for step in steps if not step["same"]), None)
     if wrong is None and any(report["failures"]):
-        return "different: equal as far as both went, and one of them did not finish"
+        return "different: equal as far as both went, but one of them did not finish"
     if wrong is None:
         return f"different: checkpoints of step {report['checkpoints']['step']}"
     first = f"step {wrong['step']}: loss {_apart(wrong['loss'])}"
@@ -382,7 +382,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
         first += f"; gradient of {each['name']} differs, first in stage {each['stage']} ({_ranks(each['ranks'])})"
     elif gradients and gradients["unlike"]:
         _, name, owner = gradients["unlike"][0]
-        first += f"; {name} and {owner} are one parameter, and their gradients differ"
+        first += f"; {name} and {owner} are one parameter, but their gradients differ"
     later = [step["step"] for step in steps if step["loss"][0] != step["loss"][1]]
     if later and not report["axes"]:
         first += f"; losses differ from step {later[0]} on"

@@ -41,17 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
     parser.add_argument("--dump-schedule", metavar="FILE.csv", help="write the schedule in torch's compute-only CSV")
     add_timeline_argument(parser)
-    words = "show what goes on if so many nodes are lost: 1,2,4 (docs/planning.md)"
+    words = "show with which plan a run goes on if so many nodes are lost: 1,2,4 (docs/planning.md)"
     parser.add_argument("--lost", metavar="N,N,...", help=words)
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="plan another system's config (docs/migrating.md)"
     )
-    parser.add_argument("--from-format", choices=SYSTEMS, help="whose file it is; by default its content says")
+    parser.add_argument("--from-format", choices=SYSTEMS, help="the system of FILE (default: what its content shows)")
     parser.add_argument("--write", metavar="FILE.yaml", help="with --from: write the recipe that means the same")
     parser.add_argument("--force", action="store_true", help="exit 0 even if the memory does not fit")
 
 
-@without_collections()  # a plan is many small tuples without cycles: looking for them takes a tenth of the time
+@without_collections()  # a plan is many small tuples without cycles: looking for cycles takes a tenth of the time
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Exit code 0, 2 with problems of the config, 4 if only the memory does not fit."""
     found, lost, below = None, list[dict[str, Any]](), ""

@@ -29,14 +29,14 @@ _LONGEST = 2000
 
 
 def apply(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """Put the settings of `--from` below the words of the command line, with a problem if some are lost and no recipe
-    is written; write the recipe of `--write`. Returns the translation of each setting, as text and as data.
+    """Put the settings of `--from` into `args.line`, where typed words override them; add a problem if some are lost
+    and no recipe is written. Write the recipe of `--write`. Returns each setting's translation, as text and as data.
 
     Raises ConfigError for a file that cannot be read or whose model has to be typed, for `--write` without a file, and
     for a recipe that cannot be written.
     """
     if args.source is None:
-        message = "--write and --from-format are about a file that --from names"
+        message = "--write and --from-format need a file that --from names"
         raise ConfigError(Problem("PP-E107", message, "ppctl plan --from config.yaml --write my.yaml", "command line"))
     names = {override.partition("=")[0] for override in args.line.overrides}
     layers = composed(args.line)[0].config.model.num_layers if names & {*OF_THE_MODEL} else None
@@ -46,7 +46,7 @@ def apply(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
         raise ConfigError(Problem("PP-E107", message, "ppctl recipes", _table(found, args.source)))
     if found.lost and args.write is None:
         message = (
-            f"{args.source}: {len(found.lost)} not carried over; --write makes a recipe of the others, with a list"
+            f"{args.source}: {len(found.lost)} not carried over; --write makes a recipe of the others, and lists these"
         )
         rows = aligned([(row.shown(), answered(row)[:_LONGEST]) for row in found.lost])
         found.line.problems.append(Problem("PP-E107", message, f"{_again(args)} --write my.yaml", rows))
@@ -64,7 +64,7 @@ def _again(args: argparse.Namespace) -> str:
 
 
 def _table(found: Translation, file: str) -> str:
-    """The translations of all settings: translated, lost, and left out, by reason."""
+    """All settings as a table: those that are translated, those that are lost, and those left out, by reason."""
     lost = found.lost
     rest = [row for row in found.rows if not row.override and row not in lost]
     reasons: dict[str, list[str]] = {}
@@ -87,10 +87,10 @@ def _table(found: Translation, file: str) -> str:
 
 
 def _write_recipe(found: Translation, args: argparse.Namespace) -> str:
-    """Write the recipe; returns the command that uses it."""
+    """Write the recipe; returns the command that uses it. Raises ConfigError (PP-E103, PP-E126)."""
     target = Path(args.write)
     if target.suffix not in (".yaml", ".yml"):
-        message = f"the name of a recipe's file must end with .yaml or .yml, not as {target}"
+        message = f"the name of a recipe's file must end with .yaml or .yml, not as {target} does"
         raise ConfigError(Problem("PP-E126", message, f"{_again(args)} --write my.yaml", "command line"))
     lines = "\n".join(_recipe(found, args))
     write_new(target, f"{lines}\n".encode(), f"{_again(args)} --write")
@@ -102,7 +102,7 @@ def _recipe(found: Translation, args: argparse.Namespace) -> Iterator[str]:
     pairs = [override.partition("=") for override in found.line.overrides]
     chosen = {key: text.strip("'\"") for key, _, text in pairs if key in groups() or key == "scale"}
     if unfit := {"recipe", "scale"} & {*chosen}:
-        message = f"{unfit.pop()} is a choice of the command line, and no part of a recipe"
+        message = f"{unfit.pop()} is chosen on the command line, not in a recipe"
         raise ConfigError(Problem("PP-E103", message, _again(args), "command line"))
     yield comment(f"{Path(args.source).name}, translated from {SYSTEMS[found.system]}.")
     yield comment(f"Source: {args.source}, read on {date.today()} by ppctl {__version__}. Behind a value: its setting.")

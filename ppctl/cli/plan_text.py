@@ -20,7 +20,7 @@ _MOST_TIMELINE_STAGES = 16
 
 
 def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
-    """The plan in paragraphs: header, table, schedule."""
+    """The plan in paragraphs: header, table, traffic, the sizes of a batch that grows, and the schedule."""
     head = prose([title(plan), vocabulary(plan, config), *equations(plan), memory_line(plan), *limit_line(plan)], width)
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
     sent = [traffic(plan)] if any(plan.traffic) else []
@@ -68,7 +68,7 @@ def drawing(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> list[Row]:
-    """Neighbouring pp_ranks share a row if they hold the same kinds of layers and as many parameters."""
+    """The table's rows: neighbouring pp_ranks share one if they hold equal kinds of layers and as many parameters."""
     return rows_of(map(_chunk, plan.stages), apart=lambda rank: plan.pp_ranks[rank].params)
 
 
@@ -184,7 +184,7 @@ def schedule_line(plan: Plan) -> str:
     calls = plan.gradient_accumulation_steps
     count = f"{calls} calls of " * (calls > 1) + number(plan.num_microbatches, "microbatch", "microbatches")
     if not plan.timing.pipeline_s:
-        return f"schedule {plan.schedule.name}: {count}; it deadlocks, and has no times"
+        return f"schedule {plan.schedule.name}: {count}; it deadlocks, so it has no times"
     source = "measured in" if plan.time_calibrated else "uncalibrated for"
     return (
         f"schedule {plan.schedule.name}: {count}, bubble {plan.bubble_fraction:.1%}, "

@@ -103,7 +103,7 @@ def write_new(target: Path, content: bytes, again: str) -> None:
     """Write a new file; `again` is the command line without the file's name. Raises ConfigError (PP-E126) if the file
     exists already or cannot be written."""
     if target.exists():
-        message = f"{target} exists, and nothing is ever overwritten"
+        message = f"{target} exists already, and is not overwritten"
         raise ConfigError(Problem("PP-E126", message, f"{again} {pasted(unused(target))}", "command line"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def write_new(target: Path, content: bytes, again: str) -> None:
 
 
 def lines_of(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    """The lines of a recipe with these values, each with its source as a comment (`typed` without one)."""
+    """The lines of a recipe with these values, each with its source as a comment (`typed` if it has none)."""
     indent = "  " * prefix.count(".")
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -37,8 +37,7 @@ from ppctl.runs.rundir import RunDir
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12
 _LAUNCH_SECONDS = 5e-6
-"""Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. This is
-the lower end, to give a lower bound."""
+"""The least seconds in which a host starts a kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles."""
 _MIB = Unit("MiB", MIB)
 _EQUAL = "equal to the byte"
 
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     problems = planning.without_memory(found)
     problems += _not_rehearsed(composed.config)
     if plan is not None and args.rank is not None and not 0 <= args.rank < plan.sizes.world:
-        message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"
+        message = f"--rank {args.rank} is no rank of the job: the ranks are 0 to {plan.sizes.world - 1}"
         problems.append(Problem("PP-E128", message, "--rank 0", "command line"))
     if args.timeline is not None:  # check the file first: a rehearsal takes a minute
         problems += unwritable(Path(args.timeline))
@@ -91,15 +90,15 @@ def _planned_for_gpus(line: Arguments) -> tuple[Composed, Plan | None, list[Prob
 def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if find_spec("torch") is None:
-        message = "torch is not installed here, and a rehearsal runs the model's own code"
+        message = "torch is not installed here, but a rehearsal runs the model's own code"
         yield Problem("PP-E604", message, "pip install torch")
     else:
         yield from absent_for(config.model)
     if parallel.enable_autocast:
-        message = "autocast chooses dtypes by the kind of device, and a rehearsal runs on torch's meta device"
+        message = "autocast chooses dtypes by the kind of device, but a rehearsal runs on torch's meta device"
         yield Problem("PP-E128", message, "parallel.enable_autocast=false")
     if parallel.variable_seq_lengths:
-        message = "with parallel.variable_seq_lengths other ranks send the sizes of messages, and a rehearsal has none"
+        message = "with parallel.variable_seq_lengths other ranks send message sizes, but a rehearsed rank is alone"
         yield Problem("PP-E128", message, "parallel.variable_seq_lengths=false")
     if config.train.compile:
         note("note: layers are rehearsed uncompiled (train.compile=true): what compiled ones keep is not measured")
@@ -111,7 +110,7 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
     chosen = [(kind, kind.ranks[0]) for kind in kinds]
     if rank is not None:
         chosen = [(kind, rank) for kind in kinds if rank in kind.ranks]
-    less = f"; {short.num_microbatches} of {plan.num_microbatches} microbatches fill a device as all do"
+    less = f"; {short.num_microbatches} of {plan.num_microbatches} microbatches fill a device as fully as all do"
     note(
         f"rehearsing {len(chosen)} of {plan.sizes.world} ranks, which are of {len(kinds)} kind{'s' * (len(kinds) > 1)}"
         f"{less if short.num_microbatches < plan.num_microbatches else ''}"
@@ -126,10 +125,8 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
 
 
 def _measure_all(directory: Path, ranks: Sequence[int]) -> list[Rehearsed]:
-    """The measurements of each rank, in order; each rank is a process, and as many run at a time as there are cores.
-
-    Raises TrainingError (PP-E780) or ConfigError for the first rank that fails. No process outlives the call.
-    """
+    """The measurements of each rank, in order. Each rank is a process; as many run at a time as there are cores, and
+    none outlives the call. Raises TrainingError (PP-E780) or ConfigError for the first rank that fails."""
     waiting, found = [*ranks], dict[int, Rehearsed]()
     running = dict[int, tuple[subprocess.Popen[bytes], float]]()
     try:
@@ -283,7 +280,7 @@ def _kept(rehearsal: Rehearsal) -> _Part:
         rows.setdefault((*map(_MIB.of, pair), _difference(*pair), *map(_MIB.of, more)), []).append(memory.stage)
     head = ["stage", "planned", "measured", "difference", "more in F", "more in B"]
     text = (
-        "Activations of a microbatch in MiB: kept from forward to backward, and what is needed besides while these run"
+        "Activations of a microbatch in MiB: kept from forward to backward, and what is needed on top while these run"
     )
     return [text], aligned([head, *([", ".join(spans(stages)), *cells] for cells, stages in rows.items())], right=6)
 

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[Launch, Path]:
-    """(what to run, the checkpoint to go on from). Raises PpctlError with all problems if the run cannot go on."""
+    """(what to run, the checkpoint to go on from), after printing what changes. Raises PpctlError with all problems if
+    the run cannot go on."""
     began = time.perf_counter()
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
@@ -106,18 +107,18 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
 
 
 def _displaced(changes: Mapping[str, list[Any]]) -> list[Problem]:
-    """One problem for each change of where the run is: a run stays in its directory."""
+    """One problem for each key that would move the run: a run stays in its directory."""
     moved = [key for key in ("log.name", "log.dir") if key in changes]
-    why = "and a resumed run keeps its directory; leave it out"
+    why = "but a resumed run keeps its directory; leave this key out"
     return [Problem("PP-E617", f"{key} was {value_text(changes[key][0])}, {why}", place=key) for key in moved]
 
 
 def _forbidden(changes: Mapping[str, list[Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
-    """One problem for each change from the config `before` that would change the numbers computed."""
+    """One problem for each changed key that would make a run of config `before` compute something else."""
     reasons = {key: "" for key in changes if key in keys_with("mathematics")}
     effect = _effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:
-        reasons[_MICRO_BATCH] = f"{effect}, and "
+        reasons[_MICRO_BATCH] = f"{effect}, so "
     allowed, problems = pasted("ppctl", "resume", *_typed(args), "--allow"), []
     for key, reason in reasons.items():
         old, new = map(value_text, changes[key])
@@ -153,7 +154,7 @@ def _refuse_finished(run: RunDir, before: RunConfig, composed: Composed, checkpo
     finished = run.status()["state"] == "finished" and done == steps
     if finished or done > steps:
         message = f"run {run.id} has done its {done} steps"
-        message += "" if finished else f", and train.steps is {steps}"
+        message += "" if finished else f", but train.steps is {steps}"
         raise ConfigError(Problem("PP-E618", message, longer(short_path(run.path), before, done), str(run.path)))
 
 

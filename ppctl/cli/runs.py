@@ -45,7 +45,7 @@ def above_0(kind: type[int] | type[float], most: float) -> Callable[[str], float
 
     def number(text: str) -> float:
         if not 0 < kind(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {most:,}")
+            raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and at most {most:,}")
         return kind(text)
 
     return number
@@ -65,13 +65,13 @@ def program() -> str:
 
 
 def short_path(path: Path) -> str:
-    """A path, relative to the working directory if it is below it."""
+    """`path`, made relative to the working directory if it lies below that."""
     directory = Path.cwd()
     return str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """The facts of a run that can be read without its plan."""
+    """The facts of a run that can be read without its plan. Warns of files that cannot be read."""
     status, metrics = run.status(), run.metrics_file(last=1).read()
     state, why = _state(run, status)
     last = metrics[-1] if metrics else {}

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _labels(runs: Sequence[RunDir]) -> list[str]:
-    """For each run the words that set it apart from other runs of its name."""
+    """For each run the words that set it apart from other runs of the same name."""
     of_name: dict[str, list[RunDir]] = {}
     for run in runs:
         of_name.setdefault(run.name, []).append(run)
@@ -113,7 +113,7 @@ def _shown(one: dict[str, Any]) -> str:
 
 def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     if len(runs) < 2:
-        message = f"two or more runs are compared, and {len(runs)} {'is' if runs else 'are'} named"
+        message = f"two or more runs are compared, but {len(runs)} {'is' if runs else 'are'} named"
         every, where = list_runs(args.dir), ["--dir", str(args.dir)] * (args.dir != RUNS)
         ways = [["compare", "*"]] if len(every) > 1 and "*" not in args.typed else []
         ways += [
@@ -135,7 +135,7 @@ def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """The runs as a table. On a narrow terminal without seconds or year, or the column that sets runs apart."""
+    """The runs as a table. A narrow terminal gets times without seconds or year, or no column `differs`."""
     columns = width(UNFOLDED)
     differ = [True, False] if any(one["differs"] for one in runs) else [False]
     tables = [_table(runs, form, columns, differs) for differs in differ for form in _TIMES]
@@ -162,14 +162,14 @@ def _delete(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     if problems := [problem for run, state in zip(runs, states, strict=True) for problem in _problems(run, state)]:
         raise ConfigError(problems)
     if not runs and not remains:
-        raise ConfigError(Problem("PP-E105", "`ppctl runs delete` takes runs, and none is named", "ppctl runs"))
+        raise ConfigError(Problem("PP-E105", "`ppctl runs delete` takes runs, but none is named", "ppctl runs"))
     sizes = [_bytes_of(run.path) for run in runs]
     what = f"{len(runs)} run{'s' * (len(runs) != 1)}, {sum(sizes):,} bytes"
     if runs and not args.yes:
         for run, state, size in zip(runs, states, sizes, strict=True):
             note(f"{short_path(run.path)}: {state}, {size:,} bytes")
         if not sys.stdin.isatty():
-            message = f"nobody is there who could be asked whether to delete {what}"
+            message = f"nobody is there to ask whether to delete {what}"
             raise ConfigError(Problem("PP-E651", message, pasted("ppctl", *args.typed, "--yes"), "stdin"))
         print(f"delete {what}? [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -197,7 +197,7 @@ def _problems(run: RunDir, state: str) -> Iterator[Problem]:
         yield Problem("PP-E651", f"{run.path} is not deleted: {why}", f"ls -lad {where}", str(run.path))
     elif state in ("queued", *STARTED) and (state != "queued" or run.job()):
         remedy = f"ppctl cancel {where}" if run.job() else f"ppctl status {where}"
-        yield Problem("PP-E613", f"run {run.id} is {state}, and is not deleted", remedy, str(run.path))
+        yield Problem("PP-E613", f"run {run.id} is {state}, so it is not deleted", remedy, str(run.path))
 
 
 def _is_own(path: Path) -> bool:

@@ -59,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="N,N,...", help=words)
     words = "show where this configuration stands, and what one change would give: 'tp=8 pp=4'"
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help=words)
-    words = (
-        f"plan all rows again, layout=auto and more, work of about so long ({_REFINED} rows, {_SECONDS:g} s); 0: none"
-    )
+    words = f"plan all rows again with layout=auto and more (default: {_REFINED} rows, about {_SECONDS:g} s; 0: none)"
     parser.add_argument("--refine", type=float, metavar="SECONDS", help=words)
     parser.add_argument("--html", metavar="FILE.html", help="draw memory against seconds of a step into a page")
     parser.add_argument("--write", metavar="FILE.yaml", help="write the first configuration as a recipe")
@@ -107,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) -> dict[str, Any] | None:
-    """Plan the best rows again until the time is up or Ctrl-C. Returns `refined` of --json; None if this is off."""
+    """Plan the best rows again until --refine's work is used up, or Ctrl-C. Returns `refined` of --json, or None."""
     seconds, most = (_SECONDS, _REFINED) if args.refine is None else (args.refine, len(listed))
     if not seconds or not listed:
         return None
@@ -149,7 +147,7 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
 
 
 def _on(args: argparse.Namespace, nodes: int) -> list[str]:
-    """The words that were typed, on another number of nodes."""
+    """The typed words, with another number of nodes."""
     return [*(word for word in args.line.overrides if not word.startswith("launch.nodes=")), f"launch.nodes={nodes}"]
 
 
@@ -165,7 +163,7 @@ def _asked(text: str, values: ConfigValues) -> ConfigValues:
     wrong = [f"{key} is not searched" for key in asked if key not in searched]
     for key in sizes & {*asked}:
         if asked[key] is not None and not (type(asked[key]) is int and 1 <= asked[key] <= MOST_RANKS):
-            wrong.append(f"{key} is a whole number from 1 on")
+            wrong.append(f"{key} must be a whole number from 1 on")
     if line.problems or line.rest or wrong or not asked:
         message = f"--against {text!r}: {next(iter(wrong), 'it has words that are no KEY=VALUE')}"
         raise ConfigError([*line.problems, Problem("PP-E105", message, "--against 'tp=8 pp=4'", PLACE)])
@@ -177,7 +175,7 @@ def _asked(text: str, values: ConfigValues) -> ConfigValues:
 
 
 def _to_the_end(search: Search, *, alone: bool = False) -> bool:
-    """Search, `alone` without similar configurations, and draw the progress. Returns whether it was interrupted."""
+    """Search and draw the progress; `alone` leaves out other divisions of the ranks. Returns whether interrupted."""
     try:
         with _progress() as show:
             for _ in search.run():
@@ -231,7 +229,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     problems = [problem for problem in problems if problem.message not in of_values]
     wrong = check(space.neutral.config, space.neutral.provenance)
     if wrong and (problems or beyond_limits(space.neutral.config) or space.first is None):
-        problems += wrong  # other problems are of values that the search replaces
+        problems += wrong  # otherwise these are problems of values that the search replaces
     violations: Violations = []
     measured = read_profile(values, violations)
     if problems or violations:
@@ -240,8 +238,8 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
 
 
 def _space(args: argparse.Namespace, values: ConfigValues, nodes: int | None = None) -> SearchSpace:
-    """The configurations on `nodes` nodes (None: as the config says). Keys that are typed, or that a profile has
-    measured at one value, keep their value."""
+    """The configurations on `nodes` nodes (None: as the config says). Keys that are typed or named by --keep, or that
+    a profile has measured at one value, keep their value."""
     kept = [*args.keep, *(_MEASURED if values[PROFILE] is not None else ())]
     return SearchSpace(values if nodes is None else values.overridden({"nodes": nodes}), kept)
 
@@ -260,7 +258,7 @@ def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Prob
     for key in args.keep:
         if full_name(key) not in map(full_name, SEARCHED):
             known = ", ".join(SEARCHED)
-            yield Problem("PP-E228", f"--keep {key}: {known} are searched, and {key} is not", "--keep mbs", PLACE)
+            yield Problem("PP-E228", f"--keep {key}: {known} are searched, but {key} is not", "--keep mbs", PLACE)
 
 
 def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPlanError:
@@ -282,8 +280,8 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
 
 
 def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search | None]:
-    """(larger numbers of nodes on which nothing fits, the search on the least number tried on which something fits).
-    Doubles the number, then tries those between the last two."""
+    """(larger numbers of nodes that were tried without success, the search with the least number that fits or None).
+    Doubles the number, then tries some between the last two."""
     values, tried = search.space.values, list[int]()
     least, best = values["nodes"] or 1, None
 
@@ -307,7 +305,7 @@ def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search
 
 
 def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems of the files to write, found before a search of a minute, and of times that cannot be read."""
+    """The problems of --write, --html, --nodes and --refine, which are found before a search takes a minute."""
     for option, name, code in (("--write", Path("found.yaml"), "PP-E127"), ("--html", Path("found.html"), "PP-E129")):
         path = Path(getattr(args, option[2:]) or "")
         reason = obstacle(path) if path.suffix == name.suffix else f"its name must end in {name.suffix}"
@@ -317,10 +315,10 @@ def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(code, f"{path} cannot be written: {reason}", pasted(option, unused(name)), PLACE)
     alone = [option for option in ("against", "html", "refine", "write") if getattr(args, option)]
     if args.nodes is not None and alone:
-        message = f"--{alone[0]} is for one number of nodes, and --nodes searches several"
+        message = f"--{alone[0]} is for one number of nodes, but --nodes searches several"
         yield Problem("PP-E105", message, "nodes=4", PLACE)
     if not 0 <= (args.refine or 0) <= 86_400:
-        yield Problem("PP-E105", f"--refine {args.refine:g}: seconds from 0 to a day", "--refine 60", PLACE)
+        yield Problem("PP-E105", f"--refine {args.refine:g}: it must be 0 s to a day", "--refine 60", PLACE)
 
 
 def recipe(search: Search) -> str:

@@ -122,7 +122,7 @@ def _error(share: float) -> str:
 
 
 def so_far(search: Search) -> str:
-    """The best so far in one line."""
+    """The search so far in one line: how many configurations are decided, and the best one."""
     done = search.counts
     seen = number(done.total, "configuration") + " seen so far" * (not search.counted)
     decided = f"{done.total - done.undecided:,} of {seen} decided"
@@ -175,11 +175,11 @@ def frontier(found: Sequence[tuple[Search, list[AnswerRow]]], columns: int) -> s
 
 
 def compared(search: Search, changes: Sequence[Change]) -> str:
-    """The rank of the configuration of --against, and the effect of each single change to it."""
+    """The place of the configuration of --against among the plans, and the effect of each single change to it."""
     first, asked = search.found[0].plan.step_time_s, changes[0]
     assert asked.step_time_s is not None  # a hanging schedule is refused before the search
     faster = sum(each.plan.step_time_s < asked.step_time_s for each in search.found)
-    fits = "" if asked.fits else f", and does not fit ({amount(asked.peak)} at its peak)"
+    fits = "" if asked.fits else f", but its memory does not fit ({amount(asked.peak)} at the peak)"
     lines = [
         f"against: a step takes {asked.step_time_s:.4g} s, {(more := asked.step_time_s / first - 1):.1%} more than the "
         f"first's {first:.4g} s{_error(more)}{fits}; {number(faster, 'plan is', 'plans are')} faster. With one change "

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         needed, more = name in ("tf", "tb"), _MORE.get(name, "")
         words = f"{what}, in ms{more}"
         parser.add_argument(f"--{name}", type=float, required=needed, default=0.0, metavar="MS", help=words)
-    more = "forward passes beyond the usual warm-up"
+    more = "forwards beyond the usual warm-up"
     parser.add_argument("--extra-warmup", type=int, default=0, metavar="N", help=more)
     memory = f"for {AUTO}: activations that a rank may hold, in units of what 1F1B holds on its first rank (default: 1)"
     parser.add_argument("--memory", type=float, metavar="N", help=memory)
@@ -86,7 +86,7 @@ def _named(args: argparse.Namespace) -> Schedule:
 
 
 def _searched(args: argparse.Namespace) -> FoundSchedule:
-    """The best schedule with `--vpp` chunks per rank; by default one, or two on a V. Raises ScheduleError."""
+    """The best schedule with `--vpp` chunks per rank (default: one, or two on a V). ScheduleError if none fits."""
     places = placements(args.pp, args.vpp) if args.vpp else [*placements(args.pp, 1), placements(args.pp, 2)[-1]]
     tasks = []
     for place in places:

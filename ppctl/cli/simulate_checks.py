@@ -29,7 +29,7 @@ MOST_SEARCHED = 150_000
 """The most actions of a schedule that a search makes again and again: about 20 s."""
 
 _FEW_RANKS, _MANY_CHUNKS = 32, 8
-"""Up to here the microbatches count as too many; above, the chunks."""
+"""With more ranks than the first, a remedy lowers the ranks, too, and then also the chunks if above the second."""
 
 _PLACE = "command line"
 _USUAL_SIZES = {"--pp": 4, "--microbatches": 8}
@@ -41,7 +41,8 @@ def memory(args: argparse.Namespace) -> float:
 
 
 def schedule_of_file(args: argparse.Namespace) -> Schedule:
-    """The schedule in the file that `--schedule` names, proved to run. Raises ConfigError with all problems."""
+    """The schedule in the file that `--schedule` names, proved to run; sets pp, vpp and microbatches of `args` to its
+    sizes. Raises ConfigError with all problems."""
     problems = [*wrong_times(args), *_beside_file(args)]
     try:
         schedule = schedule_in(args.schedule)
@@ -75,7 +76,7 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("PP-E128", message, " ".join(f"{name} {_USUAL_SIZES[name]}" for name in missing), _PLACE)
         return
     if args.compare and args.timeline is not None:
-        message = f"--timeline {args.timeline}: the picture of one schedule, and --compare has all of them"
+        message = f"--timeline {args.timeline} draws one schedule, but --compare has all of them"
         yield Problem("PP-E129", message, "--schedule 1f1b", _PLACE)
     if args.compare and args.extra_warmup:
         message = "--extra-warmup does not go with --compare"
@@ -83,14 +84,14 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
     if args.schedule == AUTO:
         yield from _not_searched(args)
     elif args.memory is not None:
-        message = f"--memory limits a search (--schedule {AUTO}), and {args.schedule or '--compare'} makes none"
+        message = f"--memory limits a search (--schedule {AUTO}), but {args.schedule or '--compare'} makes none"
         yield Problem("PP-E128", message, f"--schedule {AUTO}", _PLACE)
     if not args.compare and args.schedule not in (*SCHEDULES, AUTO):
         yield _unknown(args)
     yield from wrong_times(args)
     small = {name: size for name, size in sizes.items() if size < 1}
     for name, size in small.items():
-        yield Problem("PP-E128", f"{name} {size}: at least 1", f"{name} 1", _PLACE)
+        yield Problem("PP-E128", f"{name} {size}: it must be at least 1", f"{name} 1", _PLACE)
     policy = SCHEDULES.get(args.schedule or "")
     if policy and not small:
         yield from _not_for_policy(args, policy)
@@ -102,7 +103,7 @@ def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
     actions = of_one * max(args.microbatches, 1)
     if actions <= MOST_ACTIONS:
         return []
-    message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
+    message = f"about {actions:,} actions are too many; a simulation holds at most {MOST_ACTIONS:,}"
     few = 2 * _FEW_RANKS  # a V schedule needs 2 pp microbatches
     remedy = f"--microbatches {few}"
     if args.pp > _FEW_RANKS or few * of_one > MOST_ACTIONS:
@@ -120,12 +121,12 @@ def _unknown(args: argparse.Namespace) -> Problem:
 
 def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:
     if args.vpp is not None and not policy.runs(args.vpp):
-        message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
+        message = f"{args.schedule} runs {policy.chunks_in_words}, but --vpp is {args.vpp}"
         other = policy.for_more_chunks or fitting_policy(args.vpp)
         yield Problem("PP-E128", message, f"--vpp {policy.chunks}\n--schedule {other}", _PLACE)
     most = args.pp - 1 if policy.extra_warmup else 0
     if not 0 <= args.extra_warmup <= most:
-        message = f"--extra-warmup {args.extra_warmup}: 0 to {most} for {args.schedule} with --pp {args.pp}"
+        message = f"--extra-warmup {args.extra_warmup}: it must be 0 to {most} for {args.schedule} with --pp {args.pp}"
         yield Problem("PP-E128", message, f"--extra-warmup {most if args.extra_warmup > 0 else 0}", _PLACE)
     if args.microbatches < (least := policy.needs_microbatches(args.pp)):
         message = too_few_microbatches(policy, args.pp, args.microbatches)
@@ -140,7 +141,7 @@ def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("PP-E128", f"--memory {args.memory:g}: the memory must be above 0", "--memory 1", _PLACE)
     actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
     if MOST_SEARCHED < actions <= MOST_ACTIONS:
-        message = f"about {actions:,} actions; a search is made for at most {MOST_SEARCHED:,}"
+        message = f"about {actions:,} actions are too many; a search takes at most {MOST_SEARCHED:,}"
         yield Problem("PP-E128", message, "--microbatches 64", _PLACE)
 
 
@@ -149,7 +150,7 @@ def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
     for name, what in TIMES.items():
         value = getattr(args, name)
         if not 0 <= value <= MOST_MS:
-            yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 to {MOST_MS:g} ms", f"--{name} 1", _PLACE)
+            yield Problem("PP-E128", f"--{name} {value:g}: {what} must be 0 to {MOST_MS:g} ms", f"--{name} 1", _PLACE)
 
 
 def _beside_file(args: argparse.Namespace) -> Iterator[Problem]:

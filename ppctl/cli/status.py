@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
-    """The run's facts, its errors (the earliest first), each rank's last heartbeat, and its job's state."""
+    """The run's facts, its errors (earliest first), each rank's last heartbeat, the job's state, the next command."""
     report = facts(run) | _progress(run)
     report["start_up"] = run.result().get("start_up") or run.status().get("start_up")
     report["slowest_edge"] = _slowest_edge(run.edges())
@@ -56,8 +56,7 @@ def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
 
 
 def _progress(run: RunDir) -> dict[str, Any]:
-    """The total of steps, the speed over the last twenty, and the seconds that the remaining steps take at that speed;
-    None where unknown."""
+    """The total of steps, the speed of the last twenty, and the seconds left at that speed; None where unknown."""
     records = run.metrics_file(last=20).read()
     config = readable(run.read_config)
     total = None if config is None else config.train.steps
@@ -98,7 +97,7 @@ def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
-    """Add to each rank's row its last and current action, the rank that it waits for, and whether all wait for it."""
+    """Add to each rank's row its last and current action, its wait, and whether it is the rank for which all wait."""
     if (plan := readable(run.read_plan)) is None:
         return
     waiting = waits(plan, published_states(run.heartbeats(), time.time(), _SILENT))
@@ -192,7 +191,7 @@ def _ages(report: dict[str, Any], now: float) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
-    """A row per rank: its steps when its host last published, its last action, since when, and what it waits for."""
+    """A row per rank, as its host last published it: steps done, last and present action, how long, and its wait."""
     table = [["rank", "host", "done", "last action", "now", "for", "waits for"]]
     for row in rows:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit one run, or with -m as an array job all runs of the command line that have no job and have not finished.
+    """Submit one run; with -m, as one array job, those of the command line that have no job and have not finished.
     Exit codes: 0 submitted, 2 config or the system refuses, 3 checkpoint, 4 memory."""
     several = bool(args.line.lists)
     if args.on == KUBERNETES:
@@ -60,19 +60,18 @@ def run(args: argparse.Namespace) -> int:
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
     jobs = [_job(each.launch) for each in swept]
     refuse(list(_of_other_size(jobs)))
+    if several:
+        find_begun(swept)
+    left = [(each, job) for each, job in zip(swept, jobs, strict=True) if not each.is_settled]
     if args.dry_run:
-        sys.stdout.write(render_array(jobs[0], [Path(job.run) for job in jobs]) if several else render(jobs[0]))
-        if several:
-            note(aligned(_plan_row(number, each) for number, each in enumerate(swept)))
+        _show_script(left, several)
         return 0
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
         words = [word for word in args.typed[1:] if word.partition("=")[0] != "--on" and word != args.on]
         remedy = pasted("ppctl", "train", *words) if several else f"{jobs[0].command} --dry-run"
         raise ConfigError(Problem("PP-E620", message, remedy, "PATH"))
-    if several:
-        find_begun(swept)
-    _submit([(each, job) for each, job in zip(swept, jobs, strict=True) if not each.is_settled])
+    _submit(left)
     rows = [(each, each.run, str(each.run.job().get("job"))) for each in swept if each.run]
     if args.json:
         submitted = [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]
@@ -83,6 +82,16 @@ def run(args: argparse.Namespace) -> int:
         _, run_dir, number = rows[0]
         _show(run_dir, number)
     return 0 if several else _check_start(rows[0][1])
+
+
+def _show_script(jobs: Sequence[tuple[SweptRun, SlurmJob]], several: bool) -> None:
+    if not several:
+        sys.stdout.write(render(jobs[0][1]))
+    elif jobs:
+        sys.stdout.write(render_array(jobs[0][1], [each.run.path if each.run else Path(job.run) for each, job in jobs]))
+        note(aligned(_plan_row(number, each) for number, (each, _) in enumerate(jobs)))
+    else:
+        note("every run of this command line has a job or has finished")
 
 
 def _submit_to_cluster(launch: Launch, args: argparse.Namespace) -> int:
@@ -120,8 +129,7 @@ def _plan_row(task: int, run: SweptRun) -> list[str]:
 def prepare(args: argparse.Namespace) -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems if it cannot be submitted.
 
-    Only a dry run accepts settings that this release cannot train (with a note), and it reads no files.
-    """
+    Only a dry run accepts settings that this release cannot train (with a note), and it reads no files."""
     from ppctl.data.load import examine
 
     began = time.perf_counter()
@@ -166,14 +174,14 @@ def _of_nodes(config: RunConfig, plan: Plan) -> Iterator[Problem]:
     """Yield the problems of a job whose nodes do not hold exactly the plan's ranks."""
     launch = config.launch
     if launch.device == "any":
-        message = "launch.device=any depends on the machine's GPUs, and the nodes of a job may have others"
+        message = "launch.device=any depends on the machine's GPUs, but the nodes of a job may have others"
         remedy = "launch.device=cuda\nlaunch.device=cpu"
         yield Problem("PP-E629", message, remedy, "launch.device = any")
     yield from other_size_of_nodes(launch, plan.sizes.world)
 
 
 def _job_to_wait_for(config: RunConfig) -> str | None:
-    """The job of the run `launch.after`, None if that has finished. Raises ConfigError if no job will finish it."""
+    """The job that will finish the run `launch.after`; None if there is no run to wait for. ConfigError without job."""
     if config.launch.after is None:
         return None
     before = find_run(config.launch.after, Path(config.log.dir))
@@ -182,7 +190,7 @@ def _job_to_wait_for(config: RunConfig) -> str | None:
         return None
     job = job_of(before)
     if job is None or not job.state or job.ended:
-        message = f"launch.after: run {before.id} is {state}, and no SLURM job will finish it"
+        message = f"launch.after: run {before.id} is {state}, but no SLURM job will finish it"
         remedy = f"ppctl requeue {pasted(before.path)}" if job else "launch.after=null"
         raise ConfigError(Problem("PP-E628", message, remedy, "launch.after"))
     return job.job
@@ -217,16 +225,16 @@ def _submit(waiting: Sequence[tuple[SweptRun, SlurmJob]]) -> None:
 
 
 def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:
-    """Yield the problems of jobs that differ in size or time limit, which an array job cannot."""
+    """Yield the problems of jobs that differ in size or time limit, which the tasks of an array job cannot."""
     own = ("--job-name=", "--output=")
     first, *others = [{line for line in directives(job) if not line.startswith(own)} for job in jobs]
     if odd := sorted({line for each in others for line in first ^ each}):
-        message = f"the runs of an array job have the same options of sbatch, and these differ: {', '.join(odd)}"
+        message = f"the runs of an array job must have the same options of sbatch, but these differ: {', '.join(odd)}"
         yield Problem("PP-E629", message, " && ".join(job.command for job in jobs), "command line")
 
 
 def _check_start(run_dir: RunDir) -> int:
-    """Raise ConfigError (PP-E627) after cancelling a job that can never start; else return its exit code 0."""
+    """Watch the new job for some seconds. If it can never start, cancel it and raise ConfigError (PP-E627); else 0."""
     deadline = time.monotonic() + _WATCHED
     while time.monotonic() < deadline:
         job = job_of(run_dir)

@@ -38,12 +38,12 @@ from ppctl.runs.rundir import RunDir
 _RESUME = "checkpoint.resume"
 _TASK = "SLURM_ARRAY_TASK_ID"
 _ORDER = ("finished", "queued", *STARTED)
-"""States of runs that a sweep leaves as they are; of several runs with one config, the earliest state here counts."""
+"""States of runs that a sweep leaves as they are. Of several runs with one config, the first in this order counts."""
 
 
 def add_multirun(parser: argparse.ArgumentParser, text: str) -> None:
     """Declare -m, which `config.argv` reads."""
-    words = f"one run for each combination of listed values (lr=1e-3,3e-3 seed=1,2): {text}; again: goes on with them"
+    words = f"a run for each combination of listed values (lr=1e-3,3e-3 seed=1,2): {text}; again: go on with them"
     parser.add_argument("-m", "--multirun", action="store_true", help=words)
 
 
@@ -66,14 +66,14 @@ class SweptRun:
 
 
 def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], Launch]) -> list[SweptRun]:
-    """All runs of the command line, each made by `prepare` from a command line of its own. Notes and problems that
-    several share are reported once. Raises one error with all problems of all runs."""
+    """All runs of the command line (in an array job the one of the task), each made by `prepare` from a command line
+    of its own. What several note or lack is reported once. Raises one error with all problems of all runs."""
     lines = combinations(args.line)
     values = [dict(override.split("=", 1) for override in line.overrides) for line in lines]
     named = list(zip(labels(values), lines, strict=True))
     if task := os.environ.get(_TASK, ""):
         if not task.isdecimal() or int(task) >= len(named):
-            message = f"{_TASK}={task}, and the sweep has {len(named)} runs, counted from 0"
+            message = f"{_TASK}={task}, but the sweep has {len(named)} runs, counted from 0"
             raise ConfigError(Problem("PP-E106", message, f"sbatch --array=0-{len(named) - 1}", "environment"))
         named = [named[int(task)]]
     swept, wrong, notes = [], dict[tuple[str, str, str], tuple[Problem, list[str]]](), dict[str, None]()
@@ -110,7 +110,7 @@ def _of_runs(problem: Problem, labels: Sequence[str], count: int) -> Problem:
 
 
 def find_begun(swept: Sequence[SweptRun]) -> None:
-    """Find each run's directory by its config among the user's runs of its name: finished, running, or newest."""
+    """Set `run` and `state` of each to this user's run of its name and config: the first by `_ORDER`, or the newest."""
     began: dict[Path, list[tuple[RunDir, dict[str, Any]]]] = {}
     for each in swept:
         config = each.launch.config
@@ -146,7 +146,7 @@ def train_all(args: argparse.Namespace, started: Started, prepare: Callable[[arg
     """Train the runs of a command line, one after another. Exit codes: 0 all have finished, 1 some failed; if a run is
     stopped, its exit code, and no other run starts."""
     if started.is_rank:
-        message = f"-m starts several runs, and {started.by} has started the ranks of one"
+        message = f"-m starts several runs, but {started.by} has started the ranks of one"
         raise ConfigError(Problem("PP-E106", message, pasted("ppctl", *args.typed), PLACE))
     swept = prepare_all(args, prepare)
     find_begun(swept)

@@ -44,7 +44,7 @@ def plain(picture: Picture) -> str:
 def unwritable(path: Path) -> list[Problem]:
     """The problem (PP-E129) of a file to which no picture can be written, as far as this is known before writing."""
     if path.suffix not in FORMS:
-        message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
+        message = f"--timeline {path}: its name must end in one of {', '.join(FORMS)}"
         name = pasted(f"{path.parent / path.stem}.html") if path.stem else "step.html"
         return [Problem("PP-E129", message, f"--timeline {name}", "command line")]
     reason = obstacle(path)
@@ -54,7 +54,7 @@ def unwritable(path: Path) -> list[Problem]:
 def obstacle(path: Path) -> str:
     """Why this file cannot be written, as far as this is known before writing; else an empty text."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        return "it is no regular file, and would be replaced by one"
+        return "it is no regular file, but would be replaced by one"
     if not path.parent.is_dir():
         return "there is no such directory"
     return "" if os.access(path.parent, os.W_OK) else "no permission to write in this directory"

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the ledger of a traced step, its critical path and what a stage would change, and draw it; or compare."""
+    """Print a traced step's ledger, critical path and what a stage would change, and draw it; or compare two runs."""
     run_dir = named_run(args)
     shown = _seen(run_dir, args)
     if args.other is not None:
@@ -78,7 +78,7 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
     """The step that the arguments name, with one pipeline's trace. Raises ConfigError (PP-E129)."""
     step, plan = _step(run, args.step)
     if not 0 <= args.pipeline < plan.sizes.world:
-        message = f"--pipeline {args.pipeline}: ranks are 0 to {plan.sizes.world - 1}"
+        message = f"--pipeline {args.pipeline} is no rank of the run: the ranks are 0 to {plan.sizes.world - 1}"
         raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
     pipeline = RankGrid(plan.sizes).group_of("pp", args.pipeline)
     trace = step.trace(plan.schedule, pipeline)
@@ -114,7 +114,7 @@ def _none_traced(run: RunDir) -> Problem:
     message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {pasted(short_path(run.path))}"
     asked = config.log.trace
     if asked is not None and steps_of(asked)[0] > done:
-        message += f": log.trace={asked}, and it has done {done} step{'s' * (done != 1)}"
+        message += f": log.trace={asked}, but it has done {done} step{'s' * (done != 1)}"
     else:
         wanted = f"log.trace={done + 2}:{done + 4}"
         ends = config.train.steps < done + 3
@@ -131,7 +131,7 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
     grid = RankGrid(plan.sizes)
     for pipeline in {grid.group_of("pp", rank) for rank in range(plan.sizes.world)}:
         if any(span.action.op not in TIMED for span in measured.trace(plan.schedule, pipeline).spans):
-            raise ValueError("it has times of messages, which take none")
+            raise ValueError("it has times of messages, but only computations have times")
 
 
 # The text: each rank's ledger of time, and the critical path
@@ -159,7 +159,7 @@ class SeenStep(NamedTuple):
 
 
 def report(seen: SeenStep) -> dict[str, Any]:
-    """The step as values, seconds."""
+    """The step as `--json` prints it, with times in seconds."""
     path = critical_path(seen.trace)
     simulated, changes = stage_changes(seen.plan.schedule, measured_costs(seen.trace, seen.plan.schedule))
     return {
@@ -236,7 +236,7 @@ def _by_rank(ledger: TimeLedger, pipeline: tuple[int, ...]) -> dict[str, float]:
 
 
 def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
-    """Two steps side by side: means over the ranks of a pipeline, and over the microbatches of a stage. Seconds."""
+    """Two steps side by side, in seconds: means over the ranks of a pipeline, and over the microbatches of a stage."""
     sides = (first, second)
     rows = [_means(seen.ledgers) for seen in sides]
     names = dict.fromkeys([*rows[0], *rows[1]])

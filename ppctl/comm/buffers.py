@@ -31,13 +31,13 @@ class TensorLike(Protocol):
 
 
 class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
-    """The tensors of one edge's message: a tuple of (shape, dtype). A shape of None may be any, message by message."""
+    """The tensors of one edge's message: a tuple of (shape, dtype). A shape of None may differ between messages."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, tensors: Iterable[TensorLike], *, variable: bool = False) -> MessageSpec:
-        """Read the spec off tensors or plan specs; `variable` leaves the shapes open."""
+        """The spec of tensors or plan specs; `variable` leaves shapes open. Raises ValueError for other than floats."""
         return cls((None if variable else torch.Size(t.shape), _dtype(t.dtype)) for t in tensors)
 
     @property
@@ -87,7 +87,7 @@ class Shelf:
         self._unshared = 0
 
     def take(self) -> Message:
-        """A message's buffers, their contents undefined."""
+        """Buffers for a message, off the shelf or new; their contents are undefined."""
         if self._free:
             return self._free.pop()
         for index, message in enumerate(self._held):

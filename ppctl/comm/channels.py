@@ -43,7 +43,7 @@ class Pending(Protocol):
     """A message, or a part of one, that is under way."""
 
     def wait(self) -> object:
-        """Return when the message is over; on CUDA, when the current stream waits for the message."""
+        """Return when the message is sent or received; on CUDA, when the current stream waits for that."""
 
 
 def wait_for(works: Iterable[Pending], channel: Channel) -> None:
@@ -79,7 +79,7 @@ class Arrival:
     channel: Channel | None = None
 
     def wait(self) -> Message:
-        """Wait for the message and return it. On CUDA the current stream waits, not the caller."""
+        """Wait for the message and return it. On CUDA the current stream waits, not the caller. Raises PeerLost."""
         if self.works is not None:
             assert self.channel is not None  # works exist only with a channel
             wait_for(self.works, self.channel)
@@ -87,7 +87,7 @@ class Arrival:
         return self.message
 
     def release(self) -> None:
-        """The message is no longer needed: its buffers go back to the pool."""
+        """Give the buffers of the message, which is no longer needed, back to the pool."""
         message, self.message = self.message, ()
         if self.shelf is not None:
             self.shelf.give_back(message)
@@ -127,11 +127,11 @@ class DirectEnd:
         return self._backend, self._peer, self._tag
 
     def reserve(self, capacity: int) -> None:
-        """Take the sender's share of the channel's capacity."""
+        """Let as many sends be outstanding as the sender's share of the channel's capacity."""
         self.send_slots = send_slots(capacity)
 
     def post(self, shelf: Shelf) -> Arrival:
-        """Post the receive of the next message into pooled buffers; never blocks."""
+        """Post the receive of the next message into pooled buffers; never blocks. Raises PeerLost."""
         message = shelf.take()
         return Arrival(message, self.receive_into(message), shelf, self.channel)
 
@@ -145,7 +145,7 @@ class DirectEnd:
     def send(self, message: Message) -> None:
         """Start sending contiguous tensors, which stay referenced until sent; waits only if the slots are used up.
 
-        The oldest send is waited for, never polled: gloo reports a send as done only in a wait.
+        The oldest send is waited for, never polled: gloo reports a send as done only in a wait. Raises PeerLost.
         """
         self._pending.append((self.start_send(message), message))
         while len(self._pending) > self.send_slots:
@@ -159,7 +159,7 @@ class DirectEnd:
             raise PeerLost(self.channel, error) from error
 
     def flush(self) -> None:
-        """Wait until every send is delivered."""
+        """Wait until every send is delivered. Raises PeerLost."""
         while self._pending:
             self._wait_for_oldest()
 
@@ -251,9 +251,9 @@ class VariableEnd(DirectEnd):
     """An end of a channel for messages of variable shape: `body` carries the tensors, `headers` their shapes.
 
     Posting receives a header ahead of need. The receive of the tensors is posted when the message is waited for, in the
-    order of the sends. Until then the send is not over, so the sender gets the whole capacity as slots: message n waits
-    until the use of message n - capacity begins; with known shapes, until that use ends. So a schedule without deadlock
-    with known shapes has none with variable shapes.
+    order of the sends. Until then the send is not over, so the sender gets the whole capacity as slots. The send of
+    message n then waits until message n - capacity begins to be used; with known shapes, until that use ends. So a
+    schedule without deadlock for known shapes has none for variable shapes.
     """
 
     __slots__ = ("_device", "_reading", "_unopened", "body", "header_device", "headers")
@@ -269,7 +269,7 @@ class VariableEnd(DirectEnd):
         self._reading = torch.cuda.Stream(header_device) if on_gpu else None
 
     def reserve(self, capacity: int) -> None:
-        """Take the whole capacity."""
+        """Let as many sends be outstanding as the channel's whole capacity."""
         self.send_slots = capacity
 
     def check(self) -> None:
@@ -336,6 +336,6 @@ class _Announced(Arrival):
         self.works = self._end.receive_into(self.message)
 
     def wait(self) -> Message:
-        """Wait for the message and return it."""
+        """Wait for the header, post the receive, wait for the message and return it. Raises PeerLost."""
         self._end.open_up_to(self)
         return super().wait()

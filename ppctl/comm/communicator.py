@@ -24,7 +24,7 @@ from ppctl.schedule.action import Channel
 class LooseBatch:
     """Messages that each start on their channel as soon as they are added; with `one_by_one`, each is over before the
     next starts, as messages of variable shape on the pipeline's own group need. Their receives can start only when the
-    header has been read, and only their order tells messages on one group apart. All lists have them in one common
+    header has been read, and only their order tells messages on one group apart. All ranks' lists have them in one
     order (`batch_messages`), so the first unfinished message can always go on. On CUDA the host waits only for headers.
     """
 
@@ -34,13 +34,13 @@ class LooseBatch:
         self._sends: list[tuple[Channel, Sequence[Pending], Message]] = []
 
     def send(self, end: DirectEnd, message: Message) -> None:
-        """Start sending."""
+        """Start sending; with `one_by_one`, also wait."""
         self._sends.append((end.channel, end.start_send(message), message))
         if self.one_by_one:
             self.settle()
 
     def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
-        """Start receiving."""
+        """Start receiving; with `one_by_one`, also wait."""
         arrival = end.post(shelf)
         self._arrivals.append(arrival)
         if self.one_by_one:
@@ -48,7 +48,7 @@ class LooseBatch:
         return arrival
 
     def settle(self) -> None:
-        """Wait for the receives, then for the sends: a sender waits until its message of unknown shape is received."""
+        """Wait for the receives, then for the sends, which end only when messages of unknown shape are received."""
         for arrival in self._arrivals:
             arrival.wait()
         for channel, works, _ in self._sends:
@@ -108,7 +108,7 @@ class FusedBatch:
         return Arrival(message, shelf=shelf)
 
     def settle(self) -> None:
-        """Start the batch and wait for it; then, if asked for, for the whole device. Raises PeerLost."""
+        """Start the batch and wait for it; then, with `sync`, wait for the whole device. Raises PeerLost."""
         try:
             for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
                 work.wait()
@@ -120,7 +120,7 @@ class FusedBatch:
             torch.cuda.synchronize(self._sync)
 
     def add(self, sends: bool, channel: Channel, message: Message) -> None:
-        """Add tensors to send over a channel, or to receive into."""
+        """Add tensors to send over a channel; without `sends`, tensors to receive into."""
         op, peer = (dist.isend, channel.target) if sends else (dist.irecv, channel.source)
         self._ops += [dist.P2POp(op, tensor, group=self._group, group_peer=peer) for tensor in message]
         self._channels.append(channel)
@@ -225,7 +225,7 @@ class Communicator:
         """This rank's end of a channel, for the messages of a schedule.
 
         Raises ScheduleError if shapes vary and channels are not connected yet: one host would wait for the other to
-        connect, which waits for a header that the first one has not enqueued.
+        connect, and the other for a header that the first one has not enqueued.
         """
         if self.modes.variable and not self.connected:
             message = (

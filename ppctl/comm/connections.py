@@ -26,15 +26,15 @@ from ppctl.comm.groups import limit_of
 from ppctl.schedule.action import Channel
 
 MAX_CTAS = 4
-"""Thread blocks of one message on a GPU. A posted receive keeps them busy until its message has come: NCCL's default
+"""The most thread blocks of a message on a GPU. A posted receive keeps them busy until it has come: NCCL's default
 (up to 32) would take a good part of the device's multiprocessors from the stages' own kernels."""
 
 Maker = Callable[[Store, int, Sequence[int], str, timedelta], Any]
-"""`(store, own position, global ranks, name, limit)` -> a backend. All of `ranks` make it."""
+"""`(store, own position, global ranks, name, limit)` -> a backend. All of these ranks call it."""
 
 
 def _nccl(store: Store, position: int, ranks: Sequence[int], name: str, limit: timedelta) -> Any:
-    """NCCL with few thread blocks, whose kernels go before the stages': they are short once both ends are ready."""
+    """NCCL with few thread blocks. Its kernels go before the stages' kernels: they are short if both ends are ready."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MAX_CTAS
     options._timeout = limit
@@ -65,7 +65,7 @@ def connection_name(ranks: Sequence[int], number: int, what: str) -> str:
     """The name of one connection of a pipeline: equal at all its ends, and different for every other connection.
 
     `ranks` are the pipeline's global ranks in pp order. `number` counts the sets of connections that were made over
-    exactly these ranks, one after the other: they make and close communicators together, so that all count the same.
+    exactly these ranks, one after the other. All ranks count alike, because they make and close communicators together.
     """
     pipeline = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
     return f"ppctl/messages/{pipeline}.{number}/{what}"
@@ -96,8 +96,8 @@ class Connections:
         self._users += 1
 
     def leave(self) -> None:
-        """Count one communicator less; the last ends all connections, if no message is under way. All ranks leave
-        together."""
+        """Count one communicator less; the last one ends all connections. All ranks of the pipeline call this together,
+        with no message under way."""
         self._users -= 1
         if self._users == 0:
             self.close()
@@ -174,7 +174,7 @@ def make_ends(
     variable: bool = False,
     connect: bool = True,
 ) -> dict[Channel, DirectEnd]:
-    """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
+    """This rank's ends of the channels. On NCCL all ranks make them in one order, or they would wait in a circle.
 
     With `over`, messages of all channels use this one transport of the whole group, and the caller keeps them in order;
     else each channel has its own. Tensors that the group's backend cannot move from `device` go through pinned host
@@ -230,7 +230,8 @@ def other_end(channel: Channel, rank: int) -> int:
 def _pair_ends(
     connections: Connections, kind: str, device: torch.device, own: list[Channel], *, variable: bool, connect: bool
 ) -> dict[Channel, DirectEnd]:
-    """A connection of its two ends for every channel (and for its headers, if shapes vary)."""
+    """This rank's end of each channel, on a connection of two ranks (of two such if shapes vary: headers go apart).
+    With `connect` both ranks of a channel exchange a message here, so they must go through channels in one order."""
 
     def end(channel: Channel, part: str) -> DirectEnd:
         peer = sorted(channel[:2]).index(other_end(channel, connections.rank))

@@ -25,7 +25,7 @@ _ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 _ROUNDS = 11
 """The number of readings, whose median is the offset between two hosts' clocks."""
 _MOST = 2**30
-"""Bytes of one rank's share of an exchange."""
+"""The most bytes of one rank's share of an exchange."""
 
 wire.AS_TEXT[torch.dtype] = lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name, None)
 
@@ -43,7 +43,7 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
     rank = dist.get_rank()
     own = [group for group in groups if rank in group]
     if len(own) != 1:
-        raise ValueError(f"rank {rank} is in {len(own)} of the groups, and must be in exactly one")
+        raise ValueError(f"rank {rank} is in {len(own)} of the groups, but must be in exactly one")
     assert dist.group.WORLD is not None  # or there would be no rank
     group = dist.new_group(
         list(own[0]),
@@ -84,7 +84,7 @@ def connecting_on_first_use() -> Iterator[None]:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """The version of the loaded NCCL, which torch may not have been built with, as (2, 30, 7); None without CUDA."""
+    """The version of the loaded NCCL as (2, 30, 7), perhaps not that of torch's build; None without CUDA."""
     if not torch.cuda.is_available():
         return None
     number = ctypes.c_int()
@@ -105,10 +105,10 @@ def limit_of(group: ProcessGroup) -> timedelta:
 
 
 def send_round(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Work], Tensor]:
-    """Send a tensor to the next rank of a ring; returns (works, the previous rank's tensor, filled once they are done).
+    """Send a tensor to the next rank of the group's ring; returns (works, the tensor from the previous rank).
 
-    `sent` must not change until then. Gloo's messages would read a GPU's memory as the host's, so this uses gloo's
-    all_to_all, which copies through the host.
+    Until the works are done, `sent` must not change, and the tensor returned is not filled. Gloo's messages would read
+    a GPU's memory as the host's, so this uses gloo's all_to_all, which copies through the host. A collective.
     """
     if sent.is_cuda and group._get_backend(sent.device).name() == "gloo":
         return _send_round_at_once(sent, group)
@@ -133,10 +133,10 @@ def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup])
     """The rows of all ranks in rank order, from this rank's own n numbers: [ranks, n] float64 on the CPU.
 
     A collective. `groups` are this rank's groups along the axes of the grid, in one order for all ranks: after a gather
-    along an axis each of its ranks holds the rows of all. Global ranks must be below 2^53.
+    along an axis each of its ranks holds the rows of all its ranks. Global ranks must be below 2^53.
 
-    A gather over a group goes round a ring: one hop for every other rank. Over pp and then over dp these are 15 + 127
-    hops for 2,048 ranks, and every rank receives the same bytes as in a ring of the world with its 2,047 hops.
+    A gather over a group goes round a ring, with one hop for every other rank. First over pp, then over dp, these are
+    15 + 127 hops for 2,048 ranks; every rank receives the same bytes as in a ring of the world, which has 2,047 hops.
     """
     rows = torch.tensor([[rank, *row]], dtype=torch.float64, device="cpu")
     for group in groups:
@@ -150,15 +150,15 @@ def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup])
 def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[Any]:
     """The values of all members of a group (None: the world) in group order, on its first member or `everywhere`.
 
-    A collective; on other members the list is empty. Values are of the annotation `kind`. Raises Malformed.
+    A collective; on other members the list is empty. Raises Malformed for a value not of the annotation `kind`.
     """
     return [wire.unpacked(kind, each) for each in gather_bytes(wire.packed(kind, own), group, everywhere=everywhere)]
 
 
 def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[bytes]:
-    """Like `gather_values`, of any bytes. Raises ValueError on all members if one has more than 1 GiB.
+    """Like `gather_values`, for any bytes. Raises ValueError on all members if one has more than 1 GiB.
 
-    In place of torch's collectives of objects, which unpickle what arrives.
+    This replaces torch's collectives of objects, which unpickle what arrives.
     """
     group = group or dist.group.WORLD
     assert group is not None  # or there would be no rank
@@ -179,7 +179,7 @@ def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: b
 
 
 def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
-    """Return to all members of a group (None: the world) its first member's bytes. A collective; raises ValueError."""
+    """The bytes of a group's (None: the world's) first member. A collective; raises ValueError if over 1 GiB."""
     group = group or dist.group.WORLD
     assert group is not None  # or there would be no rank
     device, first = _device_of(group), dist.get_global_rank(group, 0)
@@ -213,7 +213,7 @@ def clock_offset() -> float:
     """Seconds to add to this process's perf_counter to get rank 0's. A collective over the world; once, at start-up.
 
     Processes of one booted host share the monotonic clock: their offset is exactly 0. Between hosts it is the median of
-    several readings taken right after a barrier, good to about the time that a barrier takes.
+    several readings taken right after a barrier. Its error is about the time that a barrier takes.
     """
     # A number that processes of the same booted machine agree on.
     boots = _gather(float(zlib.crc32((boot() or str(round(time.time() - time.monotonic()))).encode())))

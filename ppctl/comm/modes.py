@@ -54,7 +54,7 @@ def pipeline_backend(name: str | None, device: torch.device) -> str | None:
     """
     problems = _backend_problems(name)
     if name == "nccl" and device.type != "cuda":
-        message = "parallel.pipeline_model_parallel_comm_backend=nccl moves tensors of a GPU, and the device is the CPU"
+        message = "parallel.pipeline_model_parallel_comm_backend=nccl moves a GPU's tensors, but the device is the CPU"
         problems = [Problem("PP-E111", message, "parallel.pipeline_model_parallel_comm_backend=null")]
     if problems:
         raise ConfigError(problems)
@@ -79,7 +79,7 @@ def _backend_problems(name: str | None) -> list[Problem]:
     if name is None:
         return []
     if name not in BACKENDS:
-        return [Problem("PP-E103", f"{key} is one of {', '.join(BACKENDS)}; {name!r} is no such backend", remedy)]
+        return [Problem("PP-E103", f"{key} must be one of {', '.join(BACKENDS)}, not {name!r}", remedy)]
     if not BACKENDS[name]():
         return [Problem("PP-E111", f"{key}={name} needs a build of torch with {name}", remedy)]
     return []
@@ -92,6 +92,6 @@ def torch_dtype(value: Any, field: str) -> torch.dtype | None:
     name = str(value).removeprefix("torch.").lower()
     dtype = _SHORT.get(name, getattr(torch, name, None))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        message = f"parallel.{field} is a floating point dtype or its name; {value!r} is neither"
+        message = f"parallel.{field} must be a floating point dtype or its name, not {value!r}"
         raise ConfigError(Problem("PP-E103", message, f"parallel.{field}=float32"))
     return dtype

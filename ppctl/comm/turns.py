@@ -13,15 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class _Abandoned(BaseException):
-    """Ends a piece whose other half has failed, at the place where it waits for its turn."""
+    """Ends a piece, at the place where it waits for its turn, if the other piece has failed."""
 
 
 class Turns:
-    """Runs pairs of pieces, one pair at a time: the first in the caller's thread, the second in a thread of its own.
+    """Runs pairs of pieces, one pair at a time: the first in the caller's thread, the second in a separate thread.
 
     `initialize` is called once in that thread. `keep` saves global state that belongs to one piece, and returns a
-    function that restores it: each piece starts with the state at the call of `run`, finds its own again at each turn,
-    and leaves none behind. Not for use by two threads at once.
+    function that restores it: each piece starts with the state at the call of `run`, finds its state again at each
+    turn, and leaves none behind. Not for use by two threads at once.
     """
 
     current: Turns | None = None
@@ -56,7 +56,7 @@ class Turns:
             restore()
 
     def hand_over(self) -> None:
-        """Let the other piece run; returns when that has handed back, or immediately if it has ended.
+        """Let the other piece run; returns when the other has handed back, or immediately if it has ended.
 
         Only the running piece calls this, from any thread that does its work.
         """

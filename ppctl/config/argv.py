@@ -1,4 +1,4 @@
-"""The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, lists apart.
+"""Turns the words of a command line into overrides: full key names, values quoted for Hydra, lists kept apart.
 
 `normalise` turns each word into `KEY=VALUE`; if several words set one key, the last word counts.
 """
@@ -47,11 +47,11 @@ class Arguments:
     sources: dict[str, str] = field(default_factory=dict)
     """Key -> provenance, for keys to which an earlier word gave another value."""
     lists: dict[str, str] = field(default_factory=dict)
-    """Key -> its values as they were typed (`1,2`), one run for each: empty without -m (`hydra_source` reads them)."""
+    """Key -> its values as typed (`1,2`), one run for each value; empty without -m. `hydra_source` reads the text."""
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
-    """Sort and rewrite the words after a command's name; `own` maps its own flags to whether they take a value."""
+    """Sort and rewrite the words after `command`; `own` maps the command's flags to whether they take a value."""
     sorter = _Sorter(tokens, own or {}, command)
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
@@ -73,15 +73,15 @@ class _Sorter:
         self.values: dict[str, tuple[str, str]] = {}
         """Key -> its quoted value, and the word as it was typed."""
         self.lists: dict[str, tuple[str, str, str, list[str]]] = {}
-        """Key -> its values as they were typed, the word, and for a shell loop its variable and values."""
+        """Key -> (its values as typed, the whole word, a variable for a shell loop, that loop's values)."""
         self.translated: list[tuple[TranslatedFlag, Problem]] = []
-        """Flags of Megatron's that are keys here, each with its problem."""
+        """Megatron's flags that ppctl understands but does not accept, each with its problem."""
         self.multirun = False
         self.line: list[str] = []
         """The command line again as shell text, with a loop variable where a list stood."""
 
     def take(self, token: str) -> None:
-        """Sort one token (and the value that follows it)."""
+        """Sort one token, together with the values that follow it: these are taken from the queue."""
         name, equals, value = token.partition("=")
         if token in ("-m", "--multirun"):  # Hydra's, for one run of each combination of listed values
             self.multirun = True
@@ -103,7 +103,7 @@ class _Sorter:
         return bool(self.queue) and (not self.queue[0].startswith("-") or self.queue[0][1:2].isdigit())
 
     def _words(self, most: int | None = None) -> list[str]:
-        """The values that follow a flag, up to the next flag or override."""
+        """Take the values that follow a flag from the queue: at most `most`, up to the next flag or override."""
         words: list[str] = []
         while len(words) != most and self._value_follows() and "=" not in self.queue[0]:
             words.append(self.queue.pop(0))
@@ -168,7 +168,7 @@ class _Sorter:
         self._add("recipe", "recipe", file, pasted(f"+recipe={file}"))
 
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
-        """Add one override, in place of an earlier one of its key, unless it is a list of values."""
+        """Add one override in place of an earlier one of its key; a list of values is kept in `lists` instead."""
         values = sweep_values(key, value)
         earlier = self.values.pop(key, None)  # so that the key also gets the last word's place
         self.lists.pop(key, None)
@@ -184,20 +184,20 @@ class _Sorter:
         self.values[key] = quoted, typed
 
     def take_lists(self) -> None:
-        """Keep lists of values apart with -m, for a command that trains several runs; else they are a problem."""
+        """Give lists of values to `arguments` if -m is typed and is a flag of the command; else report a problem."""
         typed, several = [word for _, word, *_ in self.lists.values()], "-m" in self.own
         if several and self.multirun and typed:
             self.arguments.lists = {key: value for key, (value, *_) in self.lists.items()}
         elif several and typed:
-            message = f"{', '.join(typed)} lists several values, each for a run of its own: -m asks for these"
+            message = f"{', '.join(typed)} lists several values, one for each run, which needs -m"
             remedy = pasted("ppctl", self.command, "-m", *self.tokens)
             self.arguments.problems.append(Problem("PP-E106", message, remedy, PLACE))
         elif typed or self.multirun:
             line = " ".join(["ppctl", self.command, *self.line])
             for *_, variable, values in reversed(self.lists.values()):
                 line = f"for {variable} in {pasted(*values)}; do {line}; done"
-            message = f"ppctl {self.command} takes one config, and {', '.join(typed)} lists several values"
-            message = message if typed else "-m asks for several runs, and no key lists several values"
+            message = f"ppctl {self.command} takes one config, but {', '.join(typed)} lists several values"
+            message = message if typed else "-m asks for several runs, but no key lists several values"
             self.arguments.problems.append(Problem("PP-E106", message, line, PLACE))
 
 
@@ -222,7 +222,7 @@ def typed_again(command: str, overrides: Sequence[str]) -> str:
 
 
 def retyped(overrides: Sequence[str]) -> str:
-    """Normalised overrides as a person types them in a shell: without Hydra's quotes, recipe and scale with a plus."""
+    """Normalised overrides as a person types them in a shell: no quotes for Hydra, a plus before recipe and scale."""
     words = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -248,7 +248,7 @@ def _is_verbatim(key: str) -> bool:
 
 
 def quote(key: str, value: str) -> str:
-    """`value` as Hydra's grammar needs it: text is quoted, unless it is already, or null, or a list or mapping."""
+    """`value` as Hydra's grammar needs it: text is quoted unless it already is, or is null, a list or a mapping."""
     text, info = value.strip(), keys().get(key)
     is_text = "." in key and info is not None and info.is_text
     if not (is_text or _is_verbatim(key)) or text in ("", "null") or _is_quoted(text):

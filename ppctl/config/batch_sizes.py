@@ -17,7 +17,7 @@ from ppctl.config.pieces import MOST_SIZES, Rampup, read_rampup
 from ppctl.config.schema import RunConfig, TrainConfig
 
 STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
-"""The keys that give the length of a run in other units."""
+"""The keys that give the length of a run: in steps, and in other units."""
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
 
@@ -49,7 +49,7 @@ class BatchSizes:
         return cls(train.global_batch_size, rampup_of(train), step, consumed)
 
     def pass_by(self, spans: Spans) -> None:
-        """Leave the samples of `spans` out: a step that would read one of them begins at the span's end."""
+        """Change the segments so that no step reads a sample of `spans`: one that would begins at the span's end."""
         for first, end in sorted(spans):
             begin = self.segments[-1]  # the last: no run goes back while its batch grows
             if begin.sample < end:
@@ -80,7 +80,7 @@ def rampup_of(train: TrainConfig) -> Rampup | None:
 
 
 def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Iterator[Segment]:
-    """Yield the segments: size k of n holds while fewer than (k + 1) / n of the ramp's samples are consumed."""
+    """Yield the segments: size k of n (from 0) holds while less than (k + 1) / n of the ramp's samples is consumed."""
     sizes: range | list[int] = [] if rampup is None else rampup.sizes(full)
     sizes = sizes if len(sizes) <= MOST_SIZES else []  # `broken_rules` reports it
     for number, size in enumerate(sizes, start=1):
@@ -93,7 +93,7 @@ def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Ite
 
 
 def as_from_the_start(train: TrainConfig, step: int, consumed: int) -> bool:
-    """Whether steps from this position on take the same samples as in a run that begins with the plan's first step."""
+    """Whether each step from this position on is as large as in a run that begins with the plan's first step."""
     whole = BatchSizes.of(train).segments
     ends = [*(after.step for _, after in pairwise(whole)), None]
     planned = [
@@ -113,12 +113,12 @@ def steps_for_tokens(config: RunConfig) -> StepsFor:
 
 
 def at_size(config: RunConfig, size: int) -> RunConfig:
-    """The config of a step that takes `size` samples."""
+    """A copy of `config` in which every step takes `size` samples."""
     return replace(config, train=replace(config.train, global_batch_size=size, batch_rampup=None))
 
 
 def run_length(config: RunConfig) -> int | None:
-    """The steps that `train.samples` or `train.tokens` fill; None if neither is set."""
+    """The whole steps that `train.samples` or `train.tokens` fill, at least 1; None if neither is set."""
     train = config.train
     if train.samples is None and train.tokens is None:
         return None
@@ -129,21 +129,20 @@ def run_length(config: RunConfig) -> int | None:
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
-    """Findings about a run length given twice or inconsistently, or a batch ramp-up that never reaches the global batch
-    size or takes too many sizes."""
+    """Findings about a run length that is given twice, and about a batch ramp-up that no plan can follow."""
     train, key, full = config.train, "train.batch_rampup", "train.global_batch_size"
     if train.samples is not None and train.tokens is not None:
-        message = "the length of the run is given in samples and in tokens"
+        message = "the length of the run is given twice: in samples and in tokens"
         yield ("train.samples", "train.tokens"), message, "train.tokens=null"
     elif (steps := run_length(config)) not in (None, train.steps):
         given = "train.tokens" if train.samples is None else "train.samples"
-        message = f"train.steps is {train.steps:,}, and {given} fills {steps:,} steps"
+        message = f"train.steps is {train.steps:,}, but {given} fills {steps:,} steps"
         yield ("train.steps", given), message, f"{given}=null"
     if (rampup := rampup_of(train)) is None:
         return
     grows = train.global_batch_size - rampup.start
     if grows <= 0:
-        message = f"the batch begins with {rampup.start} and grows to {train.global_batch_size}, which is not more"
+        message = f"the batch begins with {rampup.start} samples and cannot grow to {train.global_batch_size}"
         yield (key, full), message, f"{key}=null"
     elif grows % rampup.increment:
         message = f"{rampup.start} + n x {rampup.increment} is never {train.global_batch_size}"
@@ -158,6 +157,6 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def last_steps(segments: list[Segment], steps: int) -> list[tuple[Segment, int]]:
-    """Each segment that a run of `steps` reaches, and the last step of it (counted from 1)."""
+    """Each segment that a run of `steps` steps reaches, with the segment's last step (counted from 1)."""
     ends = [after.step for _, after in pairwise(segments)] + [steps]
     return [(each, min(end, steps)) for each, end in zip(segments, ends, strict=True) if each.step < steps]

@@ -37,7 +37,7 @@ def details(config: RunConfig) -> Iterator[Finding]:
         given = value_text(config[owner])
         if config[name] != key.default and not (given in values.split(",") if values else config[owner]):
             needed = [f"{owner}={value}" for value in values.split(",")] if values else [owner]
-            message = f"{name} has an effect only with {' or '.join(needed)}, and {owner} is {given}"
+            message = f"{name} has an effect only with {' or '.join(needed)}, but {owner} is {given}"
             yield (name, owner), message, "\n".join([as_typed(name, key.default), *needed[: bool(values)]])
 
 
@@ -77,9 +77,9 @@ def check(
     skip: Collection[str] = (),
     usual: Mapping[str, Any] = _UNCHANGED,
 ) -> list[Problem]:
-    """Every rule that `config` breaks. `for_training` adds, as one problem, what can be planned but not trained yet.
-    `skip` names keys that have a problem already: rules that read them are left out. `usual` has the values that the
-    command line replaced; remedies go back to these, else to defaults."""
+    """A problem for each rule that `config` breaks. `for_training` adds, as one problem, what can be planned but not
+    trained yet. `skip` names keys that have a problem already: rules that read them are left out. `usual` has the
+    values that the command line replaced; remedies go back to these, else to defaults."""
     problems = []
     reported = set(skip)
 
@@ -104,8 +104,8 @@ def check(
 
 
 def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    """The findings, each with those lines of its remedy that break no other rule, else with a key's usual value. A
-    remedy that is a bare key means its usual value."""
+    """Yield the findings, each with only those lines of its remedy that mend it and break no other rule; if no line
+    does, with a key's usual value. A remedy that is only a key stands for its usual value."""
     findings = _findings(config)
     before = {(keys, message) for keys, message, _ in findings}
 
@@ -182,8 +182,8 @@ def notes(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
 
 
 def _beyond(name: str, value: Any, usual: Mapping[str, Any], sound: RunConfig) -> Finding:
-    """The finding of a value beyond its limit. Its remedy is the word that was meant, else the usual value, and instead
-    of null an example, unless a rule between values refuses that beside `sound`, the other values."""
+    """The finding of a value beyond its limit. Its remedy is the word that was meant, else the usual value. If that is
+    null, it is an example instead, unless a rule refuses the example together with `sound`, the other values."""
     key = text_keys()[name]
     message, meant = key.misfit(value)
     fitting = _usual(name, usual) if meant is None else meant
@@ -213,7 +213,7 @@ def _set_to_another(config: RunConfig, *states: str) -> Iterator[tuple[Key, obje
 
 
 def refused(config: RunConfig, provenance: Mapping[str, str], skip: Collection[str]) -> Iterator[Problem]:
-    """Values that this release does not support, each by name; `skip` are keys that have a problem already."""
+    """Yield a problem for each value that this release does not support; keys in `skip` have a problem already."""
     for key, value in _set_to_another(config, LATER, NEEDS):
         note = key.facts.support.note
         if key.facts.support.state == LATER:
@@ -248,7 +248,7 @@ def not_trained(config: RunConfig) -> list[Problem]:
 def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:
     model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim
     if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
-        what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"
+        what = f"flash attention with keys and values of different widths, {width} and {model.v_head_dim}"
         yield what, ["model.attention_backend=flash"]
     if model.attention_dropout and model.attention_backend in ("fused", "flash"):
         what = "attention dropout in fused kernels, whose draws depend on the cut"
@@ -260,4 +260,4 @@ def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection
     by_rows = model.fp8 is None or (model.fp8, model.fp8_recipe) == ("e4m3", "rowwise")
     if not by_rows and model.num_moe_experts is not None and config.launch.device == "cuda":
         keys = [f"model.fp8={model.fp8}", f"model.fp8_recipe={model.fp8_recipe}"]
-        yield "products of experts in 8 bits on a GPU other than rowwise in e4m3", keys
+        yield "products of experts in 8 bits on a GPU, other than rowwise in e4m3", keys

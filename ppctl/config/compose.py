@@ -68,10 +68,10 @@ def compose(
 ) -> Composed:
     """The config that `overrides` describe, on top of the defaults, conf/ and the recipe that they name.
 
-    Values that `read_model` reads from `model.from` are stronger than files and weaker than the command line; its
-    tokenizer is weaker than both. If nothing sets the vocabulary, `count_tokens` gives it; `count_samples` gives the
-    length of an epoch. `for_training` also refuses settings that can only be planned. Raises RefusedError with all
-    problems.
+    Values that `read_model` reads from `model.from` are stronger than files and weaker than the command line; the
+    model's tokenizer is weaker than both. If nothing sets the vocabulary, `count_tokens` gives it; `count_samples`
+    gives the length of an epoch. `for_training` also refuses settings that can only be planned. Raises RefusedError
+    with all problems.
     """
     arguments = _read(overrides)
     choices, values = split_choices(arguments)
@@ -101,8 +101,8 @@ def override(
     for_training: bool = False,
     count_samples: CountSamples | None = None,
 ) -> Composed:
-    """`config` with `overrides` on top, for `resume`: recipe and model stay. If overrides change pp, vpp or the model's
-    layers and give no layout, the old layout is set aside. Raises RefusedError."""
+    """`config` with `overrides` on top, for `resume`: a choice of recipe or model is a problem. If they change pp, vpp
+    or the model's layers and give no layout, the old layout is dropped, with a note. Raises RefusedError."""
     arguments = _read(overrides)
     choices, values = split_choices(arguments)
     for group, option in choices.items():
@@ -126,7 +126,7 @@ def _read(overrides: Sequence[str] | Arguments) -> Arguments:
 
 
 def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:
-    """Set a vocabulary that nothing sets by the tokenizer, and round it as Megatron does."""
+    """Set the draft's vocabulary size by the tokenizer if nothing else sets it, and round it up as Megatron does."""
     source, rows, tokenizer = draft.source(_VOCABULARY), draft.values[_VOCABULARY], draft.values[TOKENIZER]
     if source.startswith("model.from"):
         return  # the model's weights give the rows
@@ -143,7 +143,7 @@ def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) 
                     reasons = "; ".join(problem.message for problem in error.problems)
                     draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
         elif source == DEFAULT and not draft.values["model.from"] and draft.source("data.path") != DEFAULT:
-            without = f"data.path is set, and neither {TOKENIZER} nor {_VOCABULARY}"
+            without = f"data.path is set, but neither {TOKENIZER} nor {_VOCABULARY} is"
             draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
     multiple = _multiple(draft)
     if multiple > 1 and isinstance(rows, int) and rows % multiple:
@@ -155,7 +155,7 @@ def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) 
 
 
 def _multiple(draft: Draft) -> int:
-    """The number that the vocabulary becomes a multiple of; 1 if a factor is wrong, which `check` reports."""
+    """The vocabulary is rounded up to a multiple of this; 1 if a factor is wrong, which `check` reports."""
     divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
     sound = all(
         type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))
@@ -164,7 +164,7 @@ def _multiple(draft: Draft) -> int:
 
 
 def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_samples: CountSamples | None) -> Composed:
-    """The config of a composed draft. Raises RefusedError with all problems."""
+    """Adjust a composed draft, and return its checked config. Raises RefusedError with all problems."""
     draft.adjust(count_samples, for_training=for_training)
     config, wrong = convert(draft.values, draft.place)
     named = {problem.place.partition(" (")[0]: problem for problem in wrong}

@@ -1,8 +1,9 @@
 """The forms of `data.path`: one path, or a blend of several with weights, in Megatron's spelling.
 
-texts/**/*.txt text, by name or glob corpus/web a prefix: corpus/web.bin and corpus/web.idx
-[0.3,corpus/web,0.7,corpus/code] a blend: weight, path, weight, path [corpus/web,corpus/code] as if they were one: each
-sample is as likely as any other
+texts/**/*.txt                    text, by name or glob
+corpus/web                        a prefix: corpus/web.bin and corpus/web.idx
+[0.3,corpus/web,0.7,corpus/code]  a blend: weight, path, weight, path
+[corpus/web,corpus/code]          as if they were one: each sample is as likely as any other
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
             yield (key,), str(error), f"{key}=null"
     if data.validation_path is not None and data.validation_split:
         keys = ("data.validation_split", "data.validation_path")
-        yield keys, "evaluation reads one of the two, not both", "data.validation_split=0"
+        yield keys, "evaluation reads data.validation_path or a share of data.path, not both", "data.validation_split=0"
     yield from _conversations(data)
     yield from _evaluation(config)
 
@@ -47,8 +48,8 @@ def _conversations(data: DataConfig) -> Iterator[Finding]:
     apart = data.reset_attention_mask, data.reset_position_ids
     if apart != (data.pack, data.pack):
         keys = ("data.pack", "data.reset_attention_mask", "data.reset_position_ids")
-        why = "packed conversations must be kept separate" if data.pack else "a row is one conversation"
-        message = f"{why}: the three are set together"
+        why = "packed conversations must be kept separate" if data.pack else "unpacked, a row is one conversation"
+        message = f"{why}: these three keys must be all true or all false"
         yield keys, message, " ".join(f"{key}={str(any(apart) or data.pack).lower()}" for key in keys)
 
 
@@ -57,7 +58,7 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
     if train.eval_interval > 0:
         if data.validation_path is None and not data.validation_split:
             keys = ("train.eval_interval", "data.validation_split", "data.validation_path")
-            message = "an evaluation needs data.validation_path or data.validation_split, and neither is set"
+            message = "an evaluation needs data.validation_path or data.validation_split, but neither is set"
             yield keys, message, "data.validation_split=0.05"
         if not train.eval_steps:
             message = "an evaluation needs at least one batch"
@@ -86,9 +87,9 @@ def read_sources(value: str | Sequence[Any] | None) -> tuple[DataSource, ...]:
             return (DataSource(value),)
         value = [word.strip().strip("'\"") for word in text[1:-1].split(",")]
     if not value or any(item in ("", None) for item in value):
-        raise ValueError("a blend lists weights and paths, and one of them is empty")
+        raise ValueError("a blend lists weights and paths, but one of them is empty")
     if str(value[0]).startswith("{"):
-        raise ValueError("a blend is weight, path, weight, path, such as [0.3,a,0.7,b], and no rows")
+        raise ValueError("a blend is weight, path, weight, path, such as [0.3,a,0.7,b], not mappings")
     if _number(value[0]) is None:
         return tuple(DataSource(_path(item)) for item in value)
     if len(value) % 2:
@@ -140,7 +141,7 @@ def _weight(item: Any) -> Fraction:
 
 
 def _number(item: Any) -> Fraction | None:
-    """The exact value of what was written: 0.1 is a tenth."""
+    """The exact value of what was written, so that 0.1 is a tenth; None if it is no finite number."""
     if isinstance(item, bool) or not isinstance(item, int | float | str):
         return None
     try:

@@ -1,6 +1,6 @@
 """A configuration while it is composed: values by dotted key, the source of each, and the problems so far.
 
-Each layer replaces weaker values. Then interpolations are resolved, a layout made for other sizes is set aside, and two
+Each layer replaces weaker values. Then interpolations are resolved, a layout made for other sizes is dropped, and two
 names of one value become equal. Callers pass the functions that read directories and tokenizers.
 """
 
@@ -65,7 +65,7 @@ class Draft:
         return self.provenance.get(key, DEFAULT)
 
     def place(self, key: str) -> str:
-        """The source of the value of `key`, for a problem."""
+        """`key` with the source of its value, as a problem's place."""
         return f"{key} ({self.source(key)})"
 
     def put(self, key: str, value: Any, source: str) -> None:
@@ -93,7 +93,7 @@ class Draft:
         self._count_steps()
 
     def _resolve(self) -> None:
-        """Resolve `${...}`; a value that cannot be resolved becomes its default."""
+        """Resolve `${...}`; a value that cannot be resolved is a problem, and the key's default replaces it."""
         names = [name for name, value in self.values.items() if "${" in str(value) and name in text_keys()]
         if not names:
             return
@@ -112,7 +112,7 @@ class Draft:
         self.provenance[key] = f"derived: {derived}{reason}"
 
     def set_layout_aside(self, before: Mapping[str, Any]) -> None:
-        """Drop a layout of a file if the command line changes the sizes `before` that it was made for."""
+        """Drop a file's layout, with a note, if the command line changes the sizes `before` that it was made for."""
         changed = [key for key in keys_with("layout") if self.values[key] != before[key]]
         if LAYOUT in self.typed or self.values[LAYOUT] in (None, "auto") or not changed:
             return
@@ -121,13 +121,13 @@ class Draft:
         self._set_aside(LAYOUT, "layout", reason, "layout ")
 
     def set_rampup_aside(self, before: Any) -> None:
-        """Drop a file's growing batch if the command line changes the global batch size that it ends at."""
+        """Drop a file's growing batch, with a note, if the command line changes the global batch size that ends it."""
         if RAMPUP in self.typed or self.values[RAMPUP] is None or self.values[GLOBAL_BATCH] == before:
             return
         self._set_aside(RAMPUP, "batch_rampup", "set aside because gbs was changed on the command line", "")
 
     def _read_layout_file(self) -> None:
-        """`@file`: a layout string (or a YAML list of stages), relative to the working directory."""
+        """Replace `@file`, a path from the working directory, by its layout string or YAML list of stages."""
         value = self.values[LAYOUT]
         if not (isinstance(value, str) and value.startswith("@")):
             return
@@ -151,14 +151,14 @@ class Draft:
             self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
 
     def _unite_micro_batch(self) -> None:
-        """Give both names of the micro batch size the stronger source's value. Rules compare equally strong sources."""
+        """Give both names of the micro batch size the stronger source's value; a rule compares equally strong ones."""
         ranks = [self._strength(key) for key in MICRO_BATCH]
         if ranks[0] != ranks[1]:
             stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
             self.put(weaker, self.values[stronger], f"derived: {stronger}")
 
     def _count_steps(self) -> None:
-        """Set train.steps from the run's samples or tokens if their source is stronger; equal strength is a problem."""
+        """Set train.steps from samples or tokens if these are stronger, drop them if weaker; a rule compares equals."""
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
             return
@@ -172,8 +172,8 @@ class Draft:
 
     def _count_epochs(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
         """Set train.samples from train.epochs, unless a stronger source sets steps, samples or tokens; an equally
-        strong one is a problem (PP-E103). A resumed run keeps its count unless train.epochs is typed. If data cannot be
-        read, a plan keeps train.steps and notes it."""
+        strong one is a problem (PP-E103). A resumed run keeps its count unless train.epochs is typed. If the data
+        cannot be read, a plan keeps train.steps with a note; for training that is a problem."""
         own, epochs = self._strength(EPOCHS), None if self.values[EPOCHS] is None else self.config().train.epochs
         if epochs is None or not keys()[EPOCHS].allows(epochs):  # `check` says what is wrong
             return
@@ -224,7 +224,7 @@ def files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
 
 
 def split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """(group -> option, [(key, text)]); a choice of something that does not exist becomes a problem."""
+    """(group -> option, [(key, text)]) of the overrides; an option that does not exist becomes one of the problems."""
     options: dict[str, Sequence[str]] = {**groups(), "scale": list(SCALES)}
     choices: dict[str, str] = {}
     values: list[tuple[str, str]] = []
@@ -241,7 +241,7 @@ def split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str,
 
 
 def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arguments) -> None:
-    """Put the keys of the command line on top."""
+    """Put the command line's values into the draft, over all others; words that it cannot take become problems."""
     from ppctl.config.hydra_source import parse
 
     for key, text in values:
@@ -250,7 +250,7 @@ def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arg
             draft.problems.append(no_such_key(key, text))
             continue
         if known == "model.transformers" and text not in ("", "null"):
-            message = f"{known} is what was found in the directory of model.from: leave it out"
+            message = f"{known} is read from the directory of model.from and cannot be typed: leave it out"
             draft.problems.append(Problem("PP-E103", message, place=PLACE))
             continue
         source = arguments.sources.get(key, PLACE)
@@ -286,7 +286,7 @@ def with_remedy(problem: Problem, draft: Draft) -> Problem:
 
 
 def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
-    """Put the sizes of `model.from` over the files' sizes."""
+    """Put what `read_model` reads from `model.from` over the files' values; typed ones stay. Errors become problems."""
     directory = draft.values["model.from"]
     if not isinstance(directory, str) or not directory:
         return
@@ -314,7 +314,7 @@ def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bo
     if for_training and not is_set and TOKENIZER not in values:
         message = (
             f"{directory} has no tokenizer, and {TOKENIZER} names none (a directory, or byte where bytes are meant): "
-            "bytes would be read as tokens of its vocabulary"
+            "bytes would be read as tokens of the model's vocabulary"
         )
         draft.problems.append(Problem("PP-E417", message, f"{TOKENIZER}=byte", f"model.from = {directory}"))
 
@@ -328,7 +328,7 @@ def _asked(draft: Draft, name: str) -> Any:
 
 
 def put_back(draft: Draft, fitting: Mapping[str, Any], read: Collection[str]) -> None:
-    """Replace refused sizes of a model of transformers by sizes that fit, so that a plan is possible."""
+    """Replace refused sizes of a foreign model in the draft by sizes that fit, so that a plan is possible."""
     for name, value in fitting.items():
         if name.startswith("model.") and name not in read:
             draft.values[name] = value
@@ -339,7 +339,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
     rows = []
     try:
         values = _miniature(draft, scale)
-    except ConfigError as error:  # no layers follow from the values, such as a wrong model.moe_layer_freq
+    except ConfigError as error:  # the values give no layers, for example if model.moe_layer_freq is wrong
         draft.problems += error.problems
         return
     for key, value in values.items():
@@ -356,7 +356,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
 
 
 def _miniature(draft: Draft, scale: str) -> dict[str, Any]:
-    """The values that make the run small, in proportion to the files'; typed values are meant for the miniature."""
+    """The values that make the run small, in proportion to the files' values; typed ones are the miniature's own."""
     small = SCALES[scale]
     full = replace(draft, values=dict(draft.values))
     for key in small(draft.config(), draft.typed):

@@ -29,8 +29,8 @@ def _key_of(flag: str) -> Key | None:
 
 
 def meant_by(name: str) -> str | None:
-    """The key for which a table lists `name` (a flag, or the last part of a key) as another system's. A key of ours
-    with this name does not count: `eval_steps` and `dtype` mean something else in other systems."""
+    """The key that another system calls `name` (a flag, or the last part of a key), by the tables; None if there is
+    none. A key of ours called so does not count: `eval_steps` and `dtype` mean something else in other systems."""
     flag = "--" + name.replace("_", "-")
     tables = [names_of_keys("known_as"), names_of_keys("names")]
     return next((table[each] for each in (name, flag) for table in tables if each in table), None)
@@ -91,7 +91,7 @@ def valueless(table: NameTables, name: str, typed: str) -> TranslatedFlag | None
     if reason := table.entry(name_tables.MEANINGLESS, name):
         return TranslatedFlag(typed, why=reason, code="PP-E109")
     if similar := table.entry(name_tables.OTHERWISE, name):
-        return TranslatedFlag(typed, why=f"{similar} says something like it")
+        return TranslatedFlag(typed, why=f"{similar} has a similar meaning")
     return None
 
 
@@ -108,7 +108,7 @@ def _in_steps(typed: str, key: str, samples: str, batch: str) -> TranslatedFlag:
 
 
 def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
-    """`key=value`; for a flag without a value, the value that it switches on, or the key's default."""
+    """`key=value` as an override; a flag without a value sets a switch to true, another key to its default."""
     is_on = key.is_switch and value not in ("true", "false")
     override, support = as_typed(key.name, True if is_on else value or key.default), key.facts.support
     if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):
@@ -117,7 +117,7 @@ def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
 
 
 def takes_several(flag: str) -> bool:
-    """Whether a flag that ppctl does not accept has one value or more."""
+    """Whether a flag that ppctl does not accept takes a list of values."""
     key = _key_of(flag)
     return key.is_list if key else tables(MEGATRON).entry(name_tables.SEVERAL, flag) is not None
 
@@ -139,8 +139,8 @@ _SWITCHED_ON = ("parallel.cpu_offloading_num_layers", "log.tensorboard_dir", "lo
 
 
 def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
-    """One problem for several flags; `line` is the command line with keys instead, `given` its keys and values. Its
-    place ends with Megatron's defaults where the line leaves different ones."""
+    """One problem for several flags; `line` is the command line with keys in their places, `given` has its keys and
+    values. The problem's place ends with those of Megatron's defaults that differ from what `line` leaves."""
     width = max(len(one.typed) for one in flags)
     rows = [f"{one.typed:<{width}}  {answered(one)}" for one in flags]
     message = f"{len(flags)} flags are keys in ppctl or have no meaning in it; the remedy is the whole command line"
@@ -156,7 +156,7 @@ def answered(flag: TranslatedFlag) -> str:
 
 
 def defaults_left(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(key, Megatron's default) of the keys that a command line with the values `given` leaves at another default."""
+    """Yield (key, Megatron's default) of the listed keys that a command line with the values `given` does not set."""
     for entry, theirs in tables(MEGATRON).entries[name_tables.DEFAULTS].items():
         key, _, where = entry.partition(" ")
         if key not in given and (not where or where in given):
@@ -166,8 +166,8 @@ def defaults_left(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _feed_forward(given: Mapping[str, str]) -> str:
-    """Megatron's default: four times the width; with a gate two thirds of that, rounded down to a multiple of 64. Empty
-    if the width is no number."""
+    """Megatron's default width of a feed-forward: four times the hidden size; with a gate two thirds of that, rounded
+    down to a multiple of 64. Empty if the hidden size is no number."""
     width, gated = given["model.hidden_size"], given.get("model.gated_linear_unit") == "true"
     if not width.isdigit():
         return ""

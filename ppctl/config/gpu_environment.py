@@ -33,8 +33,8 @@ _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
 def gpu_environment(
     config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str], *, routed: bool
 ) -> tuple[dict[str, str], list[Problem]]:
-    """(`launch_env` with missing variables that a rank on a GPU needs, problems of those that are set). `environ` is
-    what ranks inherit; `launch_env` is stronger. `routed`: the model, of any code, has routed experts."""
+    """(`launch_env` and the missing variables that a rank on a GPU needs, problems of wrongly set ones). `environ` is
+    what ranks inherit; `launch_env` is stronger. `routed`: whether the model, in any code, has routed experts."""
     added = dict(launch_env)
     if QUEUES not in environ:
         added.setdefault(QUEUES, MOST_QUEUES)
@@ -51,8 +51,8 @@ def gpu_environment(
 
 
 def loads_all_kernels(config: RunConfig, pp: int, *, routed: bool) -> bool:
-    """Whether ranks load all kernels when they start: those of a later microbatch may be others than the dry pass's, by
-    its experts, documents or padding, or if in some steps it is computed twice or recorded."""
+    """Whether ranks load all kernels when they start: a later microbatch may need other kernels than the dry pass,
+    because of its experts, documents or padding, or because some steps are computed twice or recorded."""
     varies = config.data.reset_attention_mask or config.parallel.variable_seq_lengths or routed
     in_some_steps = config.train.replay > 0 or config.log.gradients is not None
     # Transformers' code looks at the mask.
@@ -68,7 +68,7 @@ def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) ->
 
 
 def expanding(environ: Mapping[str, str]) -> str | None:
-    """The override that sets `EXPANDABLE` if ranks read it; None if it is set, or NCCL registers blocks."""
+    """The override that sets `EXPANDABLE` for ranks; None if it is set already, or NCCL registers blocks."""
     name, value = _set_by_user(ALLOCATOR, environ, {}) or (ALLOCATOR[1], "")
     return None if _expands(value) or _registers(environ, {}) else f"launch.env.{name}={EXPANDABLE}"
 
@@ -85,7 +85,7 @@ def _registers(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> boo
 def _set_by_user(
     names: Sequence[str], environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """(name, value) of the first of these variables that is set, if ranks read it: `launch_env` is stronger."""
+    """(name, value) of the first of `names` that is set for ranks, or None; `launch_env` is stronger."""
     return next(((name, where[name]) for name in names for where in (launch_env, environ) if name in where), None)
 
 
@@ -104,7 +104,7 @@ def _backend_of_shared_gpus(config: RunConfig, why: str) -> list[Problem]:
     asked = config.parallel.pipeline_model_parallel_comm_backend
     if not config.launch.share_gpu or asked in (None, "gloo"):
         return []
-    message = f"launch.share_gpu=true: {asked} connects one rank with each GPU ({why})"
+    message = f"launch.share_gpu=true lets ranks share a GPU, but {asked} connects only one rank per GPU ({why})"
     return [Problem("PP-E642", message, f"{_BACKEND}=null", f"{_BACKEND} = {asked}")]
 
 
@@ -129,7 +129,7 @@ def _problems(
     workspaces = launch_env.get(WORKSPACES, environ.get(WORKSPACES))
     if deterministic and workspaces not in _REPEATABLE:
         message = (
-            f"parallel.deterministic_mode needs {WORKSPACES} to be {' or '.join(_REPEATABLE)}, and it is {workspaces}"
+            f"parallel.deterministic_mode needs {WORKSPACES} to be {' or '.join(_REPEATABLE)}, but it is {workspaces}"
         )
         place = f"launch.env.{WORKSPACES} = {workspaces}" if WORKSPACES in launch_env else "environment"
         yield Problem("PP-E609", message, f"launch.env.{WORKSPACES}={_REPEATABLE[0]}", place)

@@ -100,12 +100,12 @@ class _Repository(ConfigRepository):
         super().__init__(config_search_path=ConfigSearchPathImpl())
 
     def initialize_sources(self, config_search_path: Any) -> None:
-        """The one source, whatever the search path."""
+        """Take the one source, whatever the search path is."""
         self.sources = [self.source]
 
 
 def parse(text: str) -> Override:
-    """One override in Hydra's grammar. Raises ConfigError that names it."""
+    """Read one override in Hydra's grammar. Raises a ConfigError that quotes the override."""
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
@@ -119,8 +119,8 @@ MOST_RUNS = 256
 
 
 def combinations(line: Arguments) -> list[Arguments]:
-    """The command lines of the runs of a line with lists of values, the last list varying fastest; of equal lines the
-    first. Raises ConfigError for text outside Hydra's grammar (PP-E105, PP-E106) and too many runs (PP-E106)."""
+    """The command line of each run of a line with lists of values: the last list varies fastest, equal lines come once.
+    Raises ConfigError for text outside Hydra's grammar (PP-E105, PP-E106) and too many runs (PP-E106)."""
     lists = {key: _listed(key, text) for key, text in line.lists.items()}
     if prod(map(len, lists.values())) > MOST_RUNS:
         message = f"{' x '.join(f'{len(values)} of {key}' for key, values in lists.items())} are too many runs"
@@ -183,7 +183,7 @@ def _values_of(file: YamlFile, path: str, package: str) -> Iterator[tuple[str, A
 
 
 def _header_of(source: PpctlSource, reason: str) -> ConfigError:
-    """The problem of the recipe's header or defaults list; conf/ ships with the package."""
+    """The error about the header or defaults list of the chosen recipe; without a recipe, of conf/config.yaml."""
     file = source.file(f"recipe/{source.chosen.name}" if source.chosen else "config")
     assert file is not None  # it was read before
     return file.error(f"cannot be composed: {reason}", file.lines.get("defaults", 1))
@@ -235,7 +235,7 @@ def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
         known[path] = 0
         named = _NAMED.findall(texts[path])
         brought = [other for word in named for other in texts if word in other.split(".")]
-        brought += [*texts] * len(_NESTED.findall(texts[path]))  # an interpolated name may be any
+        brought += [*texts] * len(_NESTED.findall(texts[path]))  # it may become any name
         own = len(texts[path]) * texts[path].count("${")  # reading nested ones takes quadratic time
         known[path] = own + sum(_length(other, texts, known) for other in brought)
     return known[path]

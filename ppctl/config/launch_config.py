@@ -62,7 +62,7 @@ class KubernetesConfig:
     claim: str | None = key(None, _CLAIM, jobs="kubernetes")
     """The volume claim (ReadWriteMany) with the run directories: all pods write to it."""
     mount: str = key("/runs", _MOUNT, jobs="kubernetes")
-    """Where the pods see that volume; the run's directory in them is MOUNT/NAME/ID."""
+    """Where the pods see the volume of `claim`; the run's directory in them is MOUNT/NAME/ID."""
     queue: str | None = key(None, _DNS_NAME, jobs="kubernetes")
     """Kueue: the LocalQueue that admits the run; none: Kueue does not take part."""
     topology: str | None = key(None, _RESOURCE, jobs="kubernetes", needs="launch.kubernetes.queue")
@@ -70,11 +70,11 @@ class KubernetesConfig:
     node_selector: list[str] | None = key(None, _LABELS, jobs="kubernetes")
     """Labels that a node must have."""
     tolerations: list[str] | None = key(None, _TOLERATIONS, jobs="kubernetes")
-    """Taints that keep the pods from no node."""
+    """Taints of nodes on which the pods may run all the same."""
     labels: list[str] | None = key(None, _LABELS, jobs="kubernetes")
     """Further labels of all objects and pods."""
     gpu: str = key("nvidia.com/gpu", _RESOURCE, jobs="kubernetes", needs="launch.device=cuda")
-    """The resource of which a pod gets one for each of its ranks (one in all with launch.share_gpu=true)."""
+    """The resource that a pod asks for: one for each of its ranks, or with launch.share_gpu=true one in all."""
     rdma: str | None = key(None, _RESOURCES, jobs="kubernetes")
     """The network cards of a pod."""
     ipc_lock: bool = key(False, jobs="kubernetes")
@@ -82,12 +82,12 @@ class KubernetesConfig:
     cpus: int | None = key(None, positive(4096), jobs="kubernetes")
     """Cores that a pod asks for."""
     memory: str | None = key(None, MEMORY, jobs="kubernetes")
-    """Memory of a pod's processes; its limit is this and `shm`. None: there is no limit."""
+    """Memory of a pod's processes; the pod's limit is the sum of this and `shm`. None: there is no limit."""
     shm: str = key("8GiB", MEMORY, jobs="kubernetes")
     """Size of /dev/shm, which is memory: NCCL, gloo and copies in memory (checkpoint.local) use it."""
     grace: int | None = key(None, positive(7 * 24 * 3600), jobs="kubernetes")
-    """Seconds from the request that a pod must end to its end, in which the ranks save; none: two saves, three steps
-    and a minute, as measured if the run has saved before, else as planned."""
+    """Seconds that a pod has to end when it is asked to, in which its ranks save; none: two saves, three steps and a
+    minute, with measured times if the run has saved before, else with planned ones."""
 
 
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
@@ -99,9 +99,9 @@ class LaunchConfig:
     """Where the ranks run."""
 
     target: str = key("local", one_of("local", "slurm", "kubernetes", "env"))
-    """`local`, `slurm`, `kubernetes` or `env` (ranks that ppctl does not start)."""
+    """What starts the ranks: `local`, `slurm`, `kubernetes` or `env` (ranks that ppctl does not start)."""
     device: str = key("cuda", one_of("cuda", "cpu", "any"))
-    """`cuda`, `cpu`, or `any` (cuda where there are enough GPUs)."""
+    """What the ranks compute on: `cuda`, `cpu`, or `any` (cuda if there are enough GPUs)."""
     nodes: int | None = key(None, positive(MOST_RANKS), names="nodes", known_as="--nnodes", options="-N --nodes")
     """Machines; none means as many as the layout needs (one, where the run is local)."""
     gpus_per_node: int | None = key(
@@ -118,18 +118,18 @@ class LaunchConfig:
     """The part of device_memory that CUDA's context and communicators take, as "2GiB"; a plan's peak must fit the rest.
     `auto` follows from the sizes of the groups; it is 0 on the CPU."""
     share_gpu: bool = key(False, needs="launch.device=cuda,any")
-    """Let ranks share GPUs: each takes GPU number local rank % GPUs. Messages go through host memory: slow, for tests.
-    A rank may hold its share of device_memory, counted as if a machine had one GPU."""
+    """Let ranks share GPUs: a rank takes the GPU with the number (local rank % GPUs). Messages go through host memory,
+    which is slow: for tests. A rank may hold its share of device_memory, counted as if a machine had one GPU."""
     transport: str = key("auto", one_of("auto", "plain", "channels"))
     """How messages between stages travel. `plain`: in batches over the pipeline's process group, by torch's
-    batch_isend_irecv alone; nothing is received ahead, and forwards and backwards run side by side in no pair.
-    `channels`: on a connection for every pair of ranks and direction, while stages compute. `auto`: `plain` on CUDA."""
+    batch_isend_irecv alone; nothing is received ahead, and no pair overlaps its forward and backward. `channels`: while
+    stages compute, on a connection for every pair of ranks and direction. `auto`: `plain` on CUDA, else `channels`."""
     env: dict[str, str] = key(dict)
     """Environment variables set for every rank."""
     start_limit: str = key("30m", TIME)
     """Time limit for the start of the ranks, including loading; then the job ends and names the rank at fault. It also
-    limits the health check of SLURM's job, the job's first step, in which nodes import their container, and how long
-    agents wait for one that lives and does not go on."""
+    limits a SLURM job's health check and its first step, in which nodes import their container, and how long agents
+    wait for another that lives but does not go on."""
     edge_limit: str = key("2m", TIME)
     """Time limit for each connection and each group in the test before the first step."""
     first_step_limit: str = key("60m", TIME)
@@ -142,12 +142,12 @@ class LaunchConfig:
     )
     """`ppctl node`, jobs: hosts beyond `nodes` that wait to replace a lost host; more are refused."""
     max_restarts: int = key(3, not_negative(MOST_RANKS), jobs="node slurm kubernetes")
-    """`ppctl node`, jobs: how often in a row ranks are started again without having done a step that was new."""
+    """`ppctl node`, jobs: how often in a row ranks are started again although they have done no new step."""
     shrink: str = key("wait", one_of("wait", "requeue", "smaller"), jobs="node slurm kubernetes")
     """`ppctl node`, jobs: what follows if a host is lost and none takes its place. `wait`: wait for one. `requeue`: end
     with exit code 75 after `shrink_after`; a JobSet is restarted. `smaller`: go on then with what `ppctl plan --lost`
-    plans for the hosts left. SLURM's job gets no node: it goes on smaller immediately, or is requeued without it. Jobs
-    of more than two nodes start again if half of them or fewer are left."""
+    plans for the hosts left. A SLURM job gets no other node: it goes on smaller immediately, or is requeued without the
+    lost one. Jobs of more than two nodes start again if half of them or fewer are left."""
     shrink_after: str = key("10m", TIME, jobs="node kubernetes", needs="launch.shrink=requeue,smaller")
     """`ppctl node`, pods: how long to wait for another host after a loss before the run ends or goes on smaller."""
     account: str | None = key(None, ONE_LINE, options="-A --account", jobs="slurm")
@@ -171,15 +171,15 @@ class LaunchConfig:
     container_mounts: list[str] | None = key(
         None, options="--container-mounts", jobs="slurm", support=_PYXIS, needs=_CONTAINER
     )
-    """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
+    """SLURM with pyxis: what is mounted in the container, as SRC:DST[:FLAGS]."""
     container_workdir: str | None = key(
         None, ONE_LINE, options="--container-workdir", jobs="slurm", support=_PYXIS, needs=_CONTAINER
     )
-    """SLURM with pyxis: the directory to start in."""
+    """SLURM with pyxis: the directory in the container that ranks start in."""
     setup: list[str] | None = key(None, jobs="slurm", lines=True)
     """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
     health_check: str | None = key(None, ONE_LINE, verbatim=True, jobs="slurm")
-    """SLURM: a command that runs first on every node; the job is requeued without nodes where it fails."""
+    """SLURM: a command that runs first on every node; the job is requeued without the nodes where it fails."""
     sbatch_args: list[str] | None = key(None, jobs="slurm")
     """SLURM: further options of sbatch, as [--mail-type=END]."""
     srun_args: list[str] | None = key(None, jobs="slurm")
@@ -208,8 +208,8 @@ class LogConfig:
     )
     """Where run directories go."""
     interval: int = key(1, positive(), names="--log-interval")
-    """Steps between lines, in metrics.jsonl, on the screen and for trackers: every n-th step, and besides the first of
-    a start, the last, and those with an evaluation. A line is about its own step, not a mean."""
+    """Steps between lines in metrics.jsonl, on the screen and for trackers. Every n-th step has a line, and so have the
+    first step of a start, the last, and those with an evaluation. A line is about one step, not a mean."""
     tensorboard: bool = False
     """Write the keys of metrics.jsonl for TensorBoard as well."""
     tensorboard_dir: str | None = key(
@@ -234,9 +234,9 @@ class LogConfig:
     """Steps that torch's profiler records on every rank: profile_traces/iteration_N/rankM_trace.json in the run's
     directory, and on GPUs memory_snapshot/iteration_N/rankM_memory_snapshot.pickle."""
     gradients: str | None = key(None, STEPS)
-    """Steps of which every rank's gradients and messages' fingerprints are kept, for `ppctl parity A B`."""
+    """Steps whose gradients, and fingerprints of messages, every rank keeps, for `ppctl parity A B`."""
     prompts: list[str] | None = key(None, lines=True)
-    """Texts that the model continues when the run has finished, printed and kept in result.json; with data.format=chat
-    users' messages. none: a piece of the data, of conversations one up to an answer."""
+    """Texts (with data.format=chat users' messages) that the model continues when the run has finished; the results are
+    printed and kept in result.json. None: a piece of the data, or a conversation up to an answer."""
     profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""

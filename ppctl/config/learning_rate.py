@@ -41,8 +41,8 @@ last two are Megatron's shapes of WSD's decay."""
 def lr_at(updates: int, optim: OptimConfig, steps: int, steps_for: StepsFor | None = None) -> float:
     """The learning rate of the update that follows `updates` others, out of `steps`.
 
-    A linear warm-up, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece from rate a
-    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). After the last piece, its rate.
+    The warm-up is linear, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece goes
+    from rate a at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). The last piece's rate stays.
     `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, up to its last step.
     """
     warmup = warmup_steps(optim, steps_for)
@@ -92,7 +92,7 @@ def _steps(given: int, given_tokens: float | None, steps_for: StepsFor | None) -
     if given_tokens is None:
         return given
     if steps_for is None:
-        raise ValueError("the rate is given in tokens: how many of them a step takes is needed")
+        raise ValueError("the rate is given in tokens, but not how many tokens a step takes")
     return steps_for(given_tokens)
 
 
@@ -103,10 +103,10 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         message = "the learning rate falls to min_lr, which is above lr"
         yield ("optim.min_lr", "optim.lr"), message, f"optim.min_lr={optim.lr}"
     if optim.warmup_tokens is not None and optim.warmup_steps:
-        message = "the warm-up is given in steps and in tokens"
+        message = "the warm-up is given twice: in steps and in tokens"
         yield ("optim.warmup_tokens", "optim.warmup_steps"), message, "optim.warmup_steps=0"
     if optim.lr_decay_tokens is not None and optim.lr_decay_steps is not None:
-        message = "the end of the decay is given in steps and in tokens"
+        message = "the end of the decay is given twice: in steps and in tokens"
         yield ("optim.lr_decay_tokens", "optim.lr_decay_steps"), message, "optim.lr_decay_steps=null"
     piecewise = optim.lr_decay_style == "piecewise"
     if optim.lr_decay_style == "WSD" and optim.lr_wsd_decay_steps is None:
@@ -117,7 +117,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         message = "lr_decay_style=piecewise needs lr_pieces"
         yield ("optim.lr_pieces", "optim.lr_decay_style"), message, "optim.lr_decay_style=cosine"
     if piecewise and (optim.lr_decay_steps is not None or optim.lr_decay_tokens is not None):
-        message = "lr_pieces already say where the learning rate ends"
+        message = "lr_pieces already say where the decay ends: lr_decay_steps and lr_decay_tokens must be null"
         yield ("optim.lr_pieces",), message, "optim.lr_decay_steps=null optim.lr_decay_tokens=null"
     ends = [piece.until for piece in _given(optim, steps_for_tokens(config))] if piecewise else []
     if shown := _out_of_order(ends):
@@ -130,7 +130,7 @@ def unreached_peak(config: RunConfig) -> Iterator[str]:
     steps, warmup = config.train.steps, warmup_steps(config.optim, steps_for_tokens(config))
     if warmup > steps:
         yield (
-            f"the warm-up takes {warmup:,} steps and the run ends after {steps:,}: the rate never reaches optim.lr; "
+            f"the warm-up takes {warmup:,} steps, but the run ends after {steps:,}: the rate never reaches optim.lr; "
             "optim.warmup_steps and train.steps set them"
         )
 

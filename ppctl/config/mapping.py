@@ -77,9 +77,9 @@ def from_mapping(
 ) -> RunConfig:
     """The config that `mapping` describes; missing keys keep their defaults.
 
-    `place` maps a dotted key to the source of its value, `remedy` to the remedy for a value of a wrong type. A key may
-    have another of its dotted names, as in files of earlier versions. Raises ConfigError with every unknown key and
-    wrong type.
+    `place` maps a dotted key to the source of its value, `remedy` to the remedy for a value of a wrong type. `mapping`
+    may use another of a key's dotted names, as files of earlier versions do. Raises ConfigError with every unknown key
+    and wrong type.
     """
     named = names_of_keys("names")
     values = {named.get(name, name) if "." in name else name: value for name, value in leaves(mapping)}
@@ -223,5 +223,5 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {int: _int, float: _float, bool: _bo
 def _published(value: Any) -> list[dict[str, str]]:
     rows = value if isinstance(value, list) else [value]
     if not all(isinstance(row, Mapping) and set(row) == PUBLISHED for row in rows):
-        raise ValueError("takes a list of rows, each with what, published, here and why")
+        raise ValueError("takes a list of rows, each with the fields what, published, here and why")
     return [{field: _text(row[field]) for field in ("what", "published", "here", "why")} for row in rows]

@@ -1,4 +1,4 @@
-"""Facts of a configuration key beside type and default: metadata of its field, written here, read by `keys.py`.
+"""The facts of a configuration key other than its type and default: metadata of the field, which `keys.py` reads.
 
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
 
@@ -108,10 +108,10 @@ class Form:
 Limit = Bounds | OneOf | Form
 
 BELOW_ONE = Bounds(1, zero=True, below=True)
-"""A share of something."""
+"""A share that may be 0, below 1."""
 
 SHARE = Bounds(1)
-"""A share above 0."""
+"""A share above 0, at most 1."""
 
 
 def positive(most: int = LARGEST) -> Bounds:
@@ -178,7 +178,7 @@ PYTHON_NAMES = Form(
 TIME = Form("a length of time, as 11h50m", seconds, "11h50m")
 SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds, "12:00:00")
 MEMORY = Form("an amount of memory, as 80GiB", memory_bytes, "80GiB")
-ACTIVATIONS = Form("memory, as 60GiB, or a number above 0, at most 8, of what 1F1B keeps", activations, "60GiB")
+ACTIVATIONS = Form("memory, as 60GiB, or a multiple of what 1F1B keeps, above 0 and at most 8", activations, "60GiB")
 RESERVE = Form("auto or an amount of memory, as 2GiB", lambda text: text == "auto" or memory_bytes(text))
 ON_BAD_STEP = Form("stop, skip or rollback:N, as rollback:100", rollback_of)
 STEPS = Form("a range of 1 to 100 steps, as 3:5 for steps 3 and 4", steps_of, "3:5")
@@ -196,7 +196,7 @@ MEANING = {
     IGNORED: "ignored upstream too, or nothing to act on here: accepted, with a note",
     PYTHON: "works from Python: takes an object, which no text can set",
 }
-"""Each state begins with one of four words: works, later, needs, ignored."""
+"""State -> its meaning, which begins with one of four words: works, later, needs, ignored."""
 
 
 @dataclass(frozen=True, slots=True)

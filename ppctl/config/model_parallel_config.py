@@ -104,7 +104,7 @@ class ModelParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = key(
         None, sizes(2, least=2), names="--hierarchical-context-parallel-sizes"
     )
-    """For `model.cp_comm_type=a2a+p2p`: how many neighbours exchange heads, and groups make a ring (product: cp)."""
+    """For `model.cp_comm_type=a2a+p2p`: [neighbours that exchange heads, groups in a ring]; their product is cp."""
     expert_model_parallel_size: int = key(
         1, positive(MOST_RANKS), names="ep --expert-model-parallel-size", known_as="expert_parallel_degree"
     )
@@ -141,7 +141,7 @@ class ModelParallelConfig:
     enable_autocast: bool = False
     """Run the forward step inside torch.autocast."""
     autocast_dtype: Any = key(None, mathematics=True, needs="parallel.enable_autocast=true")
-    """dtype of that autocast; none takes pipeline_dtype, else params_dtype."""
+    """dtype of the autocast of enable_autocast; none takes pipeline_dtype, else params_dtype."""
     num_microbatches_with_partial_activation_checkpoints: int | None = key(
         None, not_negative(MOST_SAMPLES), needs="train.recompute_granularity=full"
     )
@@ -175,7 +175,7 @@ class ModelParallelConfig:
     tp_comm_atomic_rs: bool = key(False, support=_DEPRECATED)
     """Deprecated atomic form of the pipelined reduce-scatter."""
     cross_entropy_loss_fusion: bool = key(
-        False, support=Support(note="ppctl's own loss is that in any case; plans of Megatron's memory differ by it")
+        False, support=Support(note="ppctl's own loss is always fused; plans of Megatron's memory depend on this")
     )
     """Use a fused cross entropy, in which ranks that share a vocabulary gather no logits."""
     cross_entropy_fusion_impl: str = key(
@@ -189,10 +189,10 @@ class ModelParallelConfig:
     tp_comm_bootstrap_backend: str = key("nccl", support=_USERBUFFERS)
     """With tp_comm_overlap: who exchanges its buffers at start-up: `nccl`, `mpi` or `gloo`."""
     overlap_moe_expert_parallel_comm: bool = False
-    """Run the next microbatch's forward beside every backward of 1F1B: the exchange of experts of one travels while the
-    other computes. Every rank keeps one more microbatch. DualPipeV has pairs without this wherever ep > 1."""
+    """Run the next microbatch's forward beside every backward of 1F1B: one's exchange of experts travels while the
+    other computes. Every rank keeps one more microbatch. DualPipeV has such pairs without this key where ep > 1."""
     delay_wgrad_compute: bool = False
-    """With overlap_moe_expert_parallel_comm: compute the weight gradients of a pair's backward behind the pair."""
+    """With overlap_moe_expert_parallel_comm: compute the weight gradients of a pair's backward after the pair."""
     pipeline_dtype: Any = key(None, mathematics=True)
     """dtype of the tensors sent between stages; with pp > 1 it has to be known (runs take params_dtype)."""
     variable_seq_lengths: bool = False
@@ -214,7 +214,7 @@ class ModelParallelConfig:
     wgrad_deferral_limit: int = key(
         0, not_negative(MOST_SAMPLES), support=Support(NEEDS, "gradient_accumulation_fusion (APEX)", _PLAIN)
     )
-    """How many microbatches' weight gradients are so moved; 0 means all."""
+    """With defer_embedding_wgrad_compute: how many microbatches' weight gradients are moved; 0 means all."""
     overlap_p2p_comm_warmup_flush: bool = key(
         False, support=Support(note="channels overlap warm-up and flush in any case")
     )
@@ -226,7 +226,7 @@ class ModelParallelConfig:
     cpu_offloading: bool = False
     """Move activations of every stage's first decoder layers to host memory, from forward to backward."""
     cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES), needs="parallel.cpu_offloading=true")
-    """With cpu_offloading: how many decoder layers of every stage (with vpp a chunk); all, where it has fewer."""
+    """The decoder layers of every stage (with vpp: chunk) that cpu_offloading covers; all, if the stage has fewer."""
     _cpu_offloading_context: AbstractContextManager[Any] | None = key(
         None, support=Support(IGNORED, "it is internal to cpu_offloading")
     )
@@ -235,11 +235,11 @@ class ModelParallelConfig:
     """With cpu_offloading: move activations."""
     cpu_offloading_weights: bool = key(
         False,
-        support=Support(NEEDS, "Transformer Engine", "its own switch has lost its effect: a weight lives in any case"),
+        support=Support(NEEDS, "Transformer Engine", "its own switch has lost its effect: weights stay in any case"),
     )
     """With cpu_offloading: move weights that autograd saves."""
     cpu_offloading_double_buffering: bool = key(
-        False, support=Support(IGNORED, "a layer is always fetched while the one behind it computes")
+        False, support=Support(IGNORED, "a layer is always fetched while the one after it computes")
     )
     """With cpu_offloading: two buffers when activations are fetched back."""
     barrier_with_L1_time: bool = key(
@@ -271,15 +271,15 @@ def _broken_rules(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
     """(message, remedy) of each broken rule."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if config.sequence_parallel and tp <= 1:
-        message = f"sequence_parallel splits over the tensor-parallel ranks, and tensor_model_parallel_size is {tp}"
+        message = f"sequence_parallel splits over the tensor-parallel ranks, but tensor_model_parallel_size is {tp}"
         yield message, "parallel.sequence_parallel=false"
     if pp > 1 and config.pipeline_dtype is None:
-        message = f"pipeline_model_parallel_size is {pp} and pipeline_dtype is unset: stages agree on what they send"
+        message = f"pipeline_model_parallel_size is {pp}, but pipeline_dtype is unset: stages must agree on it"
         yield message, "parallel.pipeline_dtype=float32"
     overlaps, batches = config.overlap_p2p_comm, config.batch_p2p_comm
     if config.overlap_p2p_comm_warmup_flush and (not overlaps or batches):
-        message = "overlap_p2p_comm_warmup_flush needs overlap_p2p_comm true and batch_p2p_comm false, "
-        yield f"{message}here {overlaps} and {batches}", "parallel.overlap_p2p_comm=true parallel.batch_p2p_comm=false"
+        message = "overlap_p2p_comm_warmup_flush needs overlap_p2p_comm true and batch_p2p_comm false, not "
+        yield f"{message}{overlaps} and {batches}", "parallel.overlap_p2p_comm=true parallel.batch_p2p_comm=false"
     if config.defer_embedding_wgrad_compute:
         yield from _broken_deferral(config)
 
@@ -287,12 +287,12 @@ def _broken_rules(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
 def _broken_deferral(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
     remedy = "parallel.defer_embedding_wgrad_compute=false"
     if config.pipeline_model_parallel_size == 1:
-        message = "defer_embedding_wgrad_compute moves work into the pipeline's flush, and there is one pipeline rank"
+        message = "defer_embedding_wgrad_compute moves work into the pipeline's flush, but there is one pipeline rank"
         yield message, remedy
     if not config.gradient_accumulation_fusion:
         yield "defer_embedding_wgrad_compute needs gradient_accumulation_fusion", remedy
     if config.wgrad_deferral_limit < 0:
-        message = f"wgrad_deferral_limit counts microbatches: at least 0, here {config.wgrad_deferral_limit}"
+        message = f"wgrad_deferral_limit must be 0 or more microbatches, not {config.wgrad_deferral_limit}"
         yield message, "parallel.wgrad_deferral_limit=0"
 
 

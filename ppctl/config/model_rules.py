@@ -21,7 +21,7 @@ _OTHERS = {
     "data.reset_attention_mask": (False, "attends to whole rows"),
     "pipeline.patch_inner_model": (True, "does not take hidden states"),
     "pipeline.patch_causal_lm_model": (True, "does not take hidden states"),
-    "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
+    "parallel.cpu_offloading": (False, "keeps what masks and positions are made of outside its layers"),
 }
 READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.lora", "model.init_method_std"})
 """The keys of `model` that count for a model whose code is transformers'."""
@@ -42,7 +42,7 @@ def decoder(config: RunConfig) -> Iterator[Finding]:
     kinds = model.cp_comm_type
     if not isinstance(kinds, str) and len(kinds) not in (1, model.num_layers):
         keys = ("model.cp_comm_type", "model.num_layers")
-        message = f"cp_comm_type lists {len(kinds)} layers, and there are {model.num_layers}"
+        message = f"cp_comm_type lists {len(kinds)} layers, but the model has {model.num_layers}"
         yield keys, message, "model.cp_comm_type=p2p"
 
 
@@ -54,10 +54,10 @@ def _implementation(model: ModelConfig) -> Iterator[Finding]:
         message = "model.implementation=transformers needs a directory in model.from"
         yield ("model.implementation", "model.from"), message, "model.implementation=auto"
     elif model.hf_overrides and model.implementation != "transformers":
-        message = "model.hf_overrides apply to models with transformers' code, and this one runs with ppctl's blocks"
+        message = "model.hf_overrides apply to models with transformers' code, but this one runs with ppctl's blocks"
         yield ("model.hf_overrides", "model.implementation"), message, takes
     elif model.lora and model.implementation != "transformers":  # else their obstacle is reported already
-        message = "model.lora needs transformers' code, and this model runs with ppctl's blocks"
+        message = "model.lora needs transformers' code, but this model runs with ppctl's blocks"
         yield ("model.lora", "model.implementation", "model.from"), message, takes
 
 
@@ -74,7 +74,7 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
         message = f"{heads} heads do not divide a hidden size of {model.hidden_size}"
         yield keys[:2], message, f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}"
     elif turns_heads(model) and not latent and width % 2:
-        message = f"rotary positions rotate pairs: a head of width {width} is odd"
+        message = f"rotary positions rotate pairs: the width of a head must be even, not {width}"
         yield keys, message, f"model.kv_channels={width + 1}"
     elif turns_heads(model):
         yield from _rotary(model)
@@ -88,14 +88,14 @@ def _rotary(model: ModelConfig) -> Iterator[Finding]:
     head, share, width = model.head_dim, model.rotary_percent, model.qk_pos_emb_head_dim
     turned = int(head * share)
     if model.multi_latent_attention and width % 2:
-        message = f"rotary positions rotate pairs: a width of {width} is odd"
+        message = f"rotary positions rotate pairs: the width that they take must be even, not {width}"
         yield ("model.qk_pos_emb_head_dim",), message, f"model.qk_pos_emb_head_dim={width + 1}"
     elif not model.multi_latent_attention and (turned < 2 or turned % 2):
-        message = f"rotary positions rotate pairs within a head: {share:g} of its width of {head} cannot be turned"
+        message = f"rotary positions rotate pairs within a head: {share:g} of the width {head} must be even, above 0"
         fitting = 2 * min(max(round(turned / 2), 1), head // 2) / head
         yield ("model.rotary_percent",), message, f"model.rotary_percent={fitting:g}"
     if model.rotary_scaling_type == "llama3" and model.beta_fast <= model.beta_slow:
-        message = "beta_fast, the fast frequencies, must be above beta_slow"
+        message = "beta_fast must be above beta_slow: it begins the fast frequencies"
         yield ("model.beta_fast", "model.beta_slow"), message, f"model.beta_fast={4 * model.beta_slow:g}"
     if model.rotary_scaling_factor is not None and model.rotary_base <= 1:
         message = "YaRN separates fast frequencies from slow ones: the base must be above 1"
@@ -118,7 +118,7 @@ def _experts(model: ModelConfig) -> Iterator[Finding]:
         yield keys, f"{chosen} of {groups or 1} groups cannot be chosen", f"model.moe_router_group_topk={groups or 1}"
     elif chosen and groups and experts % groups == 0 and model.moe_router_topk > chosen * experts // groups:
         keys = ("model.moe_router_topk", "model.moe_router_group_topk")
-        message = f"{chosen} of {groups} groups have {chosen * experts // groups} experts, and a token goes to"
+        message = f"{chosen} of {groups} groups have {chosen * experts // groups} experts, but a token goes to"
         needed = -(-model.moe_router_topk * groups // experts)
         yield keys, f"{message} {model.moe_router_topk}", f"model.moe_router_group_topk={needed}"
 
@@ -137,7 +137,7 @@ def foreign(config: RunConfig) -> Iterator[Finding]:
             yield (key,), f"{code} {why}: {key} must be {str(fitting).lower()}", as_typed(key, fitting)
     if config.train.recompute_granularity == "selective":
         key = "train.recompute_granularity"
-        yield (key,), f"{code} has modules of other names: whole layers can be recomputed", f"{key}=full"
+        yield (key,), f"{code} has modules with other names: only whole layers can be recomputed", f"{key}=full"
     elif config.train.recompute_method != "block" and (config.train.recompute_num_layers or 1) > 1:
         key = "train.recompute_num_layers"
         yield (key,), f"{code} calls its layers itself: each is recomputed alone", f"{key}=1"

@@ -24,7 +24,7 @@ def moe_layer_pattern(model: ModelConfig) -> tuple[bool, ...]:
     if freq is None:
         raise _wrong(f"takes a positive number, or a list of 0 and 1, not {model.moe_layer_freq!r}", model)
     if len(freq) != model.num_layers:
-        raise _wrong(f"lists {len(freq)} layers, and model.num_layers is {model.num_layers}", model)
+        raise _wrong(f"lists {len(freq)} layers, but model.num_layers is {model.num_layers}", model)
     return freq
 
 
@@ -36,7 +36,7 @@ def fitted_moe_layer_freq(model: ModelConfig) -> str:
 
 
 def _listed(model: ModelConfig) -> tuple[bool, ...] | None:
-    """The entries of `moe_layer_freq`, for any number of layers; None if it is no list."""
+    """The entries of `moe_layer_freq`, a list with any number of entries; None if it has no valid form."""
     freq = model.moe_layer_freq
     if isinstance(freq, str | int):
         return _read(freq, model.num_layers)

@@ -60,11 +60,11 @@ class Given:
         """A setting that is a whole number. Raises ConfigError (PP-E115)."""
         value = self.get(name, default)
         if type(value) is not int or not -1 <= value < 2**53:
-            raise ConfigError(Problem("PP-E115", f"{name} is {value!r}, and has to be a whole number", place=name))
+            raise ConfigError(Problem("PP-E115", f"{name} is {value!r}, but must be a whole number", place=name))
         return value
 
     def size(self, key: str, otherwise: int) -> int:
-        """The typed value of a key that is a size."""
+        """The typed value of a key that is a size; `otherwise` if none is typed."""
         text = self.typed.get(key, "")
         return int(text) if text.isdigit() else otherwise
 
@@ -74,7 +74,7 @@ class Given:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """A size that both systems have -> its name in this one."""
+        """A size that torchtitan and Automodel both have -> its name in the file's system."""
         return self.tables.entries[SIZES]
 
     @property
@@ -101,8 +101,8 @@ def _model(given: Given, names: Sequence[str]) -> tuple[Said, int | None]:
 
 
 def _sizes(given: Given, replicas: int, experts: int) -> tuple[int, int, str]:
-    """(pp, the data-parallel size, a remark). A size that neither command line nor file gives is the smallest that a
-    group of experts fits in."""
+    """(pp, the data-parallel size, a remark). A data-parallel size that neither command line nor file gives is the
+    smallest that a group of experts fits in."""
     keys = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}
     tp, cp, pp = (
         max(given.size(f"parallel.{key}_parallel_size", given.count(given.names[axis], 1)), 1)
@@ -124,8 +124,8 @@ def _batch(given: Given, pp: int, dp: int, usual: tuple[int, int]) -> Said:
 
 
 def _stages(given: Given, pp: int, layers: int | None, more: Mapping[str, int]) -> Said:
-    """The schedule and a layout. `more` has settings that count embedding and output as layers, or round; left-over
-    layers go to the first stages."""
+    """The schedule and a layout. `more` maps further settings to defaults: how many layers the embedding and the output
+    count as, and, with default 0, a rounding. Left-over layers go to the first stages."""
     names = [given.names[each] for each in ("schedule", "layers_per_stage", "parts")]
     used = given.some(*names, *more)
     if pp == 1:

@@ -32,10 +32,10 @@ def muon(config: RunConfig) -> Iterator[Finding]:
     for axis in ("tensor_model", "expert_tensor"):
         key = f"parallel.{axis}_parallel_size"
         if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
-            message = "Muon needs whole matrices, and tensor parallelism splits them"
+            message = "Muon needs whole matrices, but tensor parallelism splits them"
             yield (key, _OPTIMIZER), message, f"{key}=1\n{_OPTIMIZER}=adamw"
     if config.model.lora:
-        message = "Muon orthogonalises whole weights, and an adapter is a product of two factors"
+        message = "Muon orthogonalises whole weights, but an adapter is a product of two factors"
         yield (_OPTIMIZER, "model.lora"), message, f"{_OPTIMIZER}=adamw"
 
 
@@ -70,7 +70,7 @@ def messages(config: RunConfig) -> Iterator[Finding]:
         mended = "" if _asks_for_batches(parallel) else f"\n{TRANSPORT}=channels"
         yield keys, message, f"pipeline.p2p_capacity=null{mended}"
     if parallel.batch_p2p_comm and config.launch.transport == "channels":
-        message = "batch_p2p_comm fuses messages on the pipeline's process group, and channels have connections each"
+        message = "batch_p2p_comm fuses messages on the pipeline's process group, but channels have connections each"
         yield (_BATCH, TRANSPORT), message, f"{TRANSPORT}=auto\n{_BATCH}=false"
     if parallel.pipeline_model_parallel_comm_backend == "nccl" and config.launch.device == "cpu":
         message = "NCCL sends tensors of GPUs, but the device is the CPU"
@@ -84,7 +84,7 @@ def recompute(config: RunConfig) -> Iterator[Finding]:
     if config.train.compile and config.train.recompute_granularity == "selective" and compiled:
         inside = f"{' and '.join(compiled)} {'lies' if len(compiled) == 1 else 'lie'}"
         message = (
-            f"{inside} inside of what torch.compile compiles, and the compiler decides itself what it keeps of that"
+            f"{inside} inside the graphs that torch.compile compiles, but the compiler itself decides what these keep"
         )
         keeping = as_typed("train.recompute_modules", [each for each in named if each in BESIDE_COMPILED] or None)
         yield ("train.compile", "train.recompute_modules"), message, f"{keeping}\ntrain.compile=false"
@@ -127,7 +127,7 @@ def offloading(config: RunConfig) -> Iterator[Finding]:
     if not parallel.cpu_offloading:
         return
     if not parallel.cpu_offloading_num_layers:
-        message = f"{SWITCH} moves the first layers of every stage, and their number is 0"
+        message = f"{SWITCH} moves the first layers of every stage, but their number is 0"
         yield (SWITCH, LAYERS), message, f"{LAYERS}=1"
     if config.train.compile:
         message = "torch.compile decides what a layer keeps, which then cannot be moved to the host"
@@ -138,7 +138,7 @@ def schedule(config: RunConfig) -> Iterator[Finding]:
     """Findings about an unknown schedule, and about keys that do not apply to the schedule."""
     name, memory = config.pipeline.pp_schedule, config.pipeline.schedule_memory
     if memory is not None and (config.pipeline.pp_schedule_csv is not None or schedule_policy(name) != AUTO):
-        message = f"pipeline.schedule_memory={memory} is a limit for a search, and no schedule is searched for"
+        message = f"pipeline.schedule_memory={memory} is a limit for a search, but no schedule is searched for"
         remedy = f"pipeline.pp_schedule={AUTO}" if config.pipeline.pp_schedule_csv is None else None
         unset = "pipeline.schedule_memory=null"
         yield ("pipeline.schedule_memory", "pipeline.pp_schedule"), message, "\n".join(filter(None, (remedy, unset)))
@@ -165,10 +165,10 @@ def _deferred_limit(config: RunConfig) -> Iterator[Finding]:
 
 
 def exchanging_layers(config: RunConfig) -> Iterator[Finding]:
-    """Findings about uses of whole logits or whole graphs, which layers that communicate do not have."""
+    """Findings about settings that need whole logits or whole graphs, which layers that communicate do not have."""
     tensor = "parallel.tensor_model_parallel_size"
     if config.pipeline.loss_fn is not None and config.parallel.tensor_model_parallel_size > 1:
         message = (
-            "loss_fn needs the logits of the whole vocabulary, and each tensor-parallel rank has only a part of them"
+            "loss_fn needs the logits of the whole vocabulary, but each tensor-parallel rank has only a part of them"
         )
         yield ("pipeline.loss_fn", tensor), message, "tp=1"

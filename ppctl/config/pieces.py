@@ -39,7 +39,7 @@ def read_rampup(value: Any) -> Rampup:
 
 def read_piece(row: Any) -> tuple[str, int, float | None, float | None]:
     """Style, steps, tokens and rate of a row {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}.
-    The piece ends after so many updates or, if tokens are not None, tokens. Raises ValueError."""
+    The piece ends after so many updates or, if tokens are not None, after so many tokens. Raises ValueError."""
     if not isinstance(row, Mapping) or not {"style", "until"} <= set(row) <= {"style", "until", "lr"}:
         raise ValueError(f"{row!r} is not a piece: it needs style and until, and may have lr")
     style, lr = row["style"], row.get("lr")

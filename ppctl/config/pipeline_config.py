@@ -36,18 +36,18 @@ class PipelineConfig:
     pp_schedule: str | None = key("1f1b", names="pp_schedule", known_as="pipeline_parallel_schedule")
     """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe; with backwards split into input gradients and
     weight gradients zb_h1, zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min, dualpipev, and auto: the one
-    that is found for the stages' costs and the memory (`schedule_memory`). Not given, with vpp above 1:
+    that is found for the stages' costs and the memory (`schedule_memory`). If none is given and vpp is above 1, it is
     interleaved_1f1b."""
     pp_schedule_csv: str | None = key(
         None, names="pp_schedule_csv", known_as="pipeline_parallel_schedule_csv", verbatim=True
     )
-    """File that holds a schedule in torch's CSV form; stands in for pp_schedule. A row for each pp_rank, in it what the
-    rank does, in order: stage, F or B (or I and W), microbatch, as in 0F0,0F1,0B0,0B1. `ppctl plan --dump-schedule`
-    writes one to begin with; docs/schedules.md is the guide, `ppctl explain PP-E216` says what must fit."""
+    """File with a schedule in torch's CSV form; replaces pp_schedule. It has a row for each pp_rank, with the rank's
+    actions in order: stage, F or B (or I and W), microbatch, as in 0F0,0F1,0B0,0B1. `ppctl plan --dump-schedule` writes
+    one to begin with; docs/schedules.md is the guide, `ppctl explain PP-E216` says what must fit."""
     pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))
     """Sequences per microbatch: the micro batch size."""
     pp_batch_size: int = key(1, positive(MOST_SAMPLES))
-    """Sequences of one schedule call on a data-parallel rank; set, it gives a step as many calls as its batch needs."""
+    """Sequences of one schedule call on a data-parallel rank; if set, a step makes as many calls as its batch needs."""
     layers_per_stage: int | None = key(None, positive(MOST_STAGES), layout=True)
     """Decoder layers per stage; none gives one stage per rank (two under a schedule that needs several)."""
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
@@ -55,13 +55,13 @@ class PipelineConfig:
     module_fqns_per_model_part: list[list[str]] | None = key(None, layout=True)
     """Module names of every stage, in place of a split by layers: Hugging Face's, or a module's own."""
     patch_inner_model: bool = True
-    """Let ppctl stand in for what an inner model's forward calls on other stages. False: that forward takes hidden
-    states itself and is called as it is, with None for other stages' modules, as that of ppctl's own blocks does."""
+    """Let ppctl stand in for what an inner model's forward calls on other stages. False: that forward itself takes
+    hidden states and is called as it is, with None in place of other stages' modules."""
     patch_causal_lm_model: bool = True
     """Replace the forward of the model itself, with or without an inner model."""
     patch_stage_backward_maybe_with_nosync: bool = False
-    """Stages under fully_shard sum their gradients once, behind a stage's last backward, and not after each one. The
-    data parallelism of a run always does."""
+    """Stages under fully_shard sum their gradients once, after a stage's last backward, not after each backward. The
+    data parallelism of a run always does so."""
     dtype: Any = key(None, mathematics=True)
     """dtype of messages whose shapes are computed in advance; none takes the parameters' dtype, and in `ppctl.pipeline`
     that of the stages' results."""
@@ -111,7 +111,7 @@ def calculate_virtual_stages(
 
 
 def _rounded(stages: int, pp_size: int, direction: str | None, sizes_text: str) -> int:
-    """Raises StageCountError. As in torch, rounding up adds pp_size even to one of its multiples."""
+    """`stages`, no multiple of `pp_size`, rounded `up` or `down` to one. Raises StageCountError for None and others."""
     if direction == "up":
         return stages + pp_size - stages % pp_size
     if direction == "down":
@@ -133,7 +133,7 @@ def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str 
     if style != "v":
         return None
     if per_rank != 2:
-        raise PlacementError(_bad(f"a V has 2 stages per rank, here {per_rank}").problems)
+        raise PlacementError(_bad(f"a V has 2 stages per rank, not {per_rank}").problems)
     return (pp_rank, num_stages - 1 - pp_rank)
 
 

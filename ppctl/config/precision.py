@@ -32,7 +32,7 @@ def autocast_dtype(parallel: ParallelConfig) -> str | None:
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
-    """Every rule that is broken."""
+    """Yield a finding for each rule on precision that the config breaks."""
     parallel = config.parallel
     if parallel.bf16 and parallel.fp16:
         keys = ("parallel.bf16", "parallel.fp16")
@@ -102,7 +102,7 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
         yield ("model.fp8", "model.fp8_recipe"), message, "model.fp8=e4m3"
     for name, width in _widths(model, parallel.expert_tensor_parallel_size or 1).items():
         if width % 16:
-            message = f"a product in 8 bits needs widths that are multiples of 16, and this is {width}"
+            message = f"a product in 8 bits needs widths that are multiples of 16, but this is {width}"
             yield (f"model.{name}", "model.fp8"), message, "model.fp8=null"
 
 
@@ -129,7 +129,7 @@ def _loss_scale(config: RunConfig) -> Iterator[Finding]:
     for field in _LOSS_SCALE if optim.loss_scale is not None else ():
         key = f"optim.{field}"
         if config[key] != (usual := text_keys()[key].default):
-            yield (key, "optim.loss_scale"), f"{key} moves a scale, and optim.loss_scale fixes it", as_typed(key, usual)
+            yield (key, "optim.loss_scale"), f"{key} moves a scale, but optim.loss_scale fixes it", as_typed(key, usual)
     if optim.initial_loss_scale < optim.min_loss_scale:
         keys = ("optim.initial_loss_scale", "optim.min_loss_scale")
         yield keys, "the initial loss scale is below its minimum", f"optim.initial_loss_scale={optim.min_loss_scale}"

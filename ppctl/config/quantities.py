@@ -51,10 +51,10 @@ def memory_bytes(text: str) -> int:
 
 
 def activations(limit: float | str, unit: float = 1.0) -> float:
-    """Bytes of `60GiB`, or of a number of times `unit` bytes. Raises ValueError if not above 0, or a number above 8."""
+    """Bytes of `60GiB`, or of a multiple of `unit` bytes. Raises ValueError if not above 0, or a multiple above 8."""
     size = memory_bytes(limit) if isinstance(limit, str) else limit * unit
     if not 0 < size < float("inf") or (not isinstance(limit, str) and limit > 8):
-        raise ValueError(f"{limit} is not above 0, or a number above 8")
+        raise ValueError(f"{limit} is not above 0, or is a multiple above 8")
     return size
 
 

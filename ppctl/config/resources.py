@@ -22,7 +22,7 @@ class Recipe:
     name: str
     path: Path
     label: str
-    """The path in messages: `shown`'s for a shipped recipe, else as found."""
+    """The path as messages show it: for a shipped recipe as `shown` makes it, else as it was found."""
 
     @property
     def description(self) -> str:
@@ -76,7 +76,7 @@ def is_file_name(option: str) -> bool:
 
 def find_recipe(option: str) -> Recipe | None:
     """The recipe of `recipe=OPTION`, a recipe's name or a file's path (`mine.yaml`, `../runs/mine.yaml`). An unknown
-    name may be of a file in the working directory, without its ending."""
+    name may be that of a file in the working directory, without its ending. None if there is none."""
     known = None if is_file_name(option) else recipes().get(option)
     if known or not option:
         return known

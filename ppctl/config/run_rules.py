@@ -44,7 +44,7 @@ def samples(config: RunConfig) -> Iterator[Finding]:
         yield MICRO_BATCH, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
     length, positions = config.data.seq_length, config.model.max_position_embeddings
     if config.pipeline.pp_seq_len not in (None, length):
-        message = f"messages would be made for sequences of {config.pipeline.pp_seq_len}, and the data's have {length}"
+        message = f"messages would be made for sequences of {config.pipeline.pp_seq_len}, but the data's have {length}"
         yield ("pipeline.pp_seq_len", "data.seq_length"), message, f"pipeline.pp_seq_len={length}"
     if length > positions:
         message = f"a sequence of {length} is longer than the model's {positions} positions"
@@ -88,13 +88,13 @@ def guards(config: RunConfig) -> Iterator[Finding]:
     computations needs deterministic kernels."""
     key, steps, checkpoint = "train.on_bad_step", rollback_of(config.train.on_bad_step), config.checkpoint
     if steps and config.train.batch_rampup is not None:
-        message = "the sizes of a growing batch follow from samples, of which a rollback passes some by"
+        message = "the sizes of a growing batch follow from the samples read, but a rollback passes some by"
         yield (key, "train.batch_rampup"), message, f"{key}=skip"
     if steps and not checkpoint.interval:
-        message = "a rollback needs checkpoints, and without an interval there is one at the end"
+        message = "a rollback needs checkpoints, but without an interval there is only one, at the end"
         yield (key, "checkpoint.interval"), message, f"checkpoint.interval={max(1, config.train.steps // 10)}"
     elif steps and (need := -(-(steps - 1) // checkpoint.interval) + 1) > checkpoint.keep > 0 == checkpoint.keep_every:
-        message = f"{checkpoint.keep} checkpoints may not reach {steps:,} steps back, {need} do"
+        message = f"{checkpoint.keep} checkpoints may not reach {steps:,} steps back, but {need} do"
         yield (key, "checkpoint.keep", "checkpoint.interval"), message, f"checkpoint.keep={need}"
     if config.train.replay and config.model.kernels:
         message = f"{', '.join(config.model.kernels)} may compute other bits the second time"
@@ -110,7 +110,7 @@ def submission(config: RunConfig) -> Iterator[Finding]:
         yield ("launch.time", "launch.signal_lead"), message, f"launch.signal_lead={max(limit // 2, 1)}"
     for name, key in keys_with("jobs").items():
         if key.is_list and any("\n" in line or "\0" in line for line in config[name] or ()):
-            yield (name,), f"each entry of {name} is one line", f"{name}=null"
+            yield (name,), f"each entry of {name} must be one line", f"{name}=null"
     for name in ("sbatch_args", "srun_args"):
         yield from _arguments(f"launch.{name}", getattr(launch, name) or ())
 
@@ -128,7 +128,7 @@ def _arguments(key: str, arguments: Sequence[str]) -> Iterator[Finding]:
 
 
 def not_installed(switch: str) -> Problem:
-    """The problem (PP-E704) of a tracker that the key `switch` turns on, without its package."""
+    """The problem (PP-E704) of a tracker that the key `switch` turns on, but whose package is not installed."""
     package = switch.partition(".")[2]
     remedy = f"{pasted(sys.executable)} -m pip install {package}"
-    return Problem("PP-E704", f"{switch} is on and {package} is not installed", remedy, switch)
+    return Problem("PP-E704", f"{switch} is on, but {package} is not installed", remedy, switch)

@@ -30,7 +30,7 @@ VOCABULARY = 320
 STEPS = 20
 """The most optimizer steps."""
 WORK = 10_000
-"""The most layers x microbatches of all steps: about two minutes of a two-core machine."""
+"""The most layers x microbatches of all steps: about two minutes on a two-core machine."""
 LAYERS = 8
 """Decoder layers under `axes`: at most two for each of its 4 stages."""
 AXIS = 2
@@ -103,11 +103,11 @@ def _microbatches(config: RunConfig) -> int:
 
 
 def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
-    """The values, by key, that make `config` small and leave every axis 2 long that is longer: at most 16 processes.
+    """The values, by key, that make `config` small and cut every axis longer than 2 to 2: at most 16 processes.
 
-    As `smoke`, but with 8 layers in the order of the recipe's kinds, as many replicas as the experts' ranks need, and 2
-    pp microbatches, enough for every schedule. Experts with tensor parallelism get the sequence parallelism that they
-    need. Typed sizes stay.
+    As `smoke`, but with at most 8 layers in the order of the recipe's kinds, as many replicas as the experts' ranks
+    need, and 2 * pp microbatches, enough for every schedule. Experts with tensor parallelism get the sequence
+    parallelism that they need. Typed sizes of axes stay, whatever number of processes they need.
     """
     parallel, model = config.parallel, config.model
 

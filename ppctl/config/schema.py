@@ -65,14 +65,14 @@ class ModelConfig:
     from_: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """Where sizes and first weights come from: a Hugging Face directory, a checkpoint or a run; none draws weights."""
     implementation: str = key("auto", one_of("auto", "ppctl", "transformers"), training=True)
-    """Whose code runs the model of model.from: `transformers`, the model's own forward on every stage; `ppctl`, blocks
-    of ppctl's (fp8, tp, cp, ep; a dozen families); `auto`, ppctl's where it knows the family, else transformers'."""
+    """Whose code runs the model of model.from: `transformers`, the model's own forward on every stage; `ppctl`, ppctl's
+    blocks (fp8, tp, cp, ep; a dozen families); `auto`, ppctl's if it knows the family, else transformers'."""
     hf_overrides: dict[str, str] = key(dict, training=True)
     """Other values for fields of config.json, if the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
     lora: dict[str, Any] = key(dict, training=True)
-    """Train low-rank adapters beside frozen weights, where the code is transformers': `rank` and `targets`, names of
-    the modules that get one, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank;
-    `layers`, `dropout`, and `modules_to_save`, names of modules that are trained whole beside them."""
+    """Train low-rank adapters beside frozen weights, if the code is transformers': `rank`, and `targets`, the names of
+    modules that get an adapter, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank;
+    `layers`; `dropout`; and `modules_to_save`, the names of modules that are trained whole."""
     transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """The description of a model whose code is transformers', as JSON. Set by model.from, never typed."""
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)
@@ -94,7 +94,7 @@ class ModelConfig:
     kv_channels: int | None = key(None, positive(MOST_HEADS), names="--kv-channels")
     """Width of one head; none means hidden_size / num_attention_heads."""
     vocab_size: int = key(320, positive(MOST_VOCABULARY), names="--vocab-size")
-    """Rows of the embedding and of the output projection, padding included. Where nothing sets it, as many as the
+    """Rows of the embedding and of the output projection, padding included. If nothing sets it, it is the number of
     tokens of data.tokenizer."""
     make_vocab_size_divisible_by: int = key(
         1, positive(MOST_VOCABULARY), names="--make-vocab-size-divisible-by", training=True
@@ -118,11 +118,11 @@ class ModelConfig:
     original_max_position_embeddings: int = key(
         4096, positive(MOST_TOKENS), known_as="--yarn-original-max-position-embeddings"
     )
-    """Longest sequence before the extension."""
+    """Longest sequence of the model before its context was extended (rotary_scaling_factor)."""
     beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast")
     """Frequencies with more rotations than this within the original length are kept (llama3: high_freq_factor)."""
     beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow")
-    """Frequencies with fewer rotations are divided by the factor, those between interpolated (low_freq_factor)."""
+    """Frequencies with fewer rotations are divided by the factor (llama3: low_freq_factor), others interpolated."""
     mscale: float = key(1.0, not_negative())
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
     mscale_all_dim: float = key(0.0, not_negative(), needs="model.multi_latent_attention=true")
@@ -140,25 +140,25 @@ class ModelConfig:
     attention_backend: str = key(
         "auto", one_of("auto", "fused", "flash", "unfused"), names="--attention-backend", training=True
     )
-    """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
-    `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
+    """`auto` takes the fastest kernel that fits (the run's first lines name it); `fused` takes cuDNN's or flash
+    attention, `flash` only the latter; `unfused` computes step by step and keeps scores, [heads, s, s] per sequence."""
     kernels: list[str] | None = key(None, PYTHON_NAMES, training=True)
     """Kernels that are not ppctl's, as [package.module:name]: values of ppctl.Kernel, which ranks import from where
-    Python finds them (PYTHONPATH). Of several for one role the first serves that fits (docs/kernels.md)."""
+    Python finds them (PYTHONPATH). Of several for one role, the first that fits serves (docs/kernels.md)."""
     cp_comm_type: str | list[str] = key(
         "p2p", each_of(("p2p", "all_gather", "a2a", "a2a+p2p")), names="--cp-comm-type", training=True
     )
     """How ranks that share a sequence exchange it for attention; a list has one for all, or for each decoder layer.
     `p2p`: keys and values in a ring; `all_gather`: all at once; `a2a`: each rank gets whole sequences of some heads;
-    `a2a+p2p`: this among neighbours, a ring between their groups (parallel.hierarchical_context_parallel_sizes)."""
+    `a2a+p2p`: a2a among neighbours, p2p between their groups (parallel.hierarchical_context_parallel_sizes)."""
     fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
     """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
-    dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""
+    dtype. Embedding, output, router and norms keep that dtype. A CPU emulates fp8. Plans count 16-bit activations."""
     fp8_recipe: str = key(
         "rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True, needs="model.fp8"
     )
-    """Which values share a scale: `rowwise`, a row; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight. On a
-    GPU models with experts take `rowwise`, with model.fp8=e4m3."""
+    """Which values share a scale: `rowwise`, those of a row; `blockwise`, 1 x 128 of an activation and 128 x 128 of a
+    weight. On a GPU, models with experts need `rowwise` and model.fp8=e4m3."""
     attention_dropout: float = key(0.0, BELOW_ONE, training=True)
     """Fraction of attention probabilities that is dropped; uses ppctl's own attention instead of fused kernels."""
     hidden_dropout: float = key(0.0, BELOW_ONE, training=True)
@@ -186,7 +186,7 @@ class ModelConfig:
     moe_shared_expert_intermediate_size: int | None = key(None, positive(MOST_INNER_WIDTH))
     """Total width of the shared experts; none means no shared expert."""
     moe_layer_freq: Any = 1
-    """1: every layer is MoE; N: every N-th; a list of 0/1 or Megatron's expression, as "[0]*3+[1]*58"."""
+    """The layers that are MoE: 1, every one; N, every N-th; a list of 0/1, or an expression, as "[0]*3+[1]*58"."""
     moe_router_score_function: str = key("softmax", one_of("softmax", "sigmoid"))
     """How scores are normalised: `softmax` or `sigmoid`."""
     moe_router_pre_softmax: bool = False
@@ -194,15 +194,15 @@ class ModelConfig:
     moe_router_enable_expert_bias: bool = False
     """Balance experts by a bias on their scores instead of by a loss."""
     moe_router_bias_update_rate: float = key(1e-3, not_negative(), training=True)
-    """Step size of that bias."""
+    """Step size of the bias of moe_router_enable_expert_bias."""
     moe_router_num_groups: int | None = key(None, positive(MOST_HEADS))
     """Groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = key(None, positive(MOST_HEADS))
-    """Groups that a token may be routed to."""
+    """Groups of experts that a token may be routed to."""
     moe_router_topk_scaling_factor: float | None = key(None, positive())
     """Factor on the chosen experts' weights."""
     moe_router_load_balancing_type: str = key("aux_loss", one_of("aux_loss", "seq_aux_loss", "none"), training=True)
-    """`aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
+    """The loss that balances experts: `aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
     moe_aux_loss_coeff: float = key(0.0, not_negative(), training=True)
     """Weight of the balancing loss."""
     moe_z_loss_coeff: float | None = key(None, not_negative(), training=True)
@@ -241,7 +241,7 @@ class ParallelConfig(ModelParallelConfig):
     """Megatron's ModelParallelConfig, the layout and the data-parallel size."""
 
     data_parallel_size: int | None = key(None, positive(MOST_RANKS), names="dp")
-    """None derives it: world / (tp x cp x pp)."""
+    """Replicas of the model (dp); none derives them: world / (tp x cp x pp)."""
     order: str = key(ORDER, RANK_ORDER)
     """Order in which ranks are numbered along the axes, neighbours first: tp, cp, ep, dp and pp, once each. For
     experts, etp takes the place of tp and edp that of dp."""
@@ -274,15 +274,15 @@ class ParallelConfig(ModelParallelConfig):
     num_layers_per_virtual_pipeline_stage: int | None = key(
         None, positive(MOST_STAGES), names="--num-layers-per-virtual-pipeline-stage", layout=True
     )
-    """Decoder layers of one chunk in the even split, which gives vpp. Compiled to a layout."""
+    """Decoder layers of one chunk in the even split; vpp follows from them. Compiled to a layout."""
     data_parallel_sharding: str = key(
         "none", one_of("none", "optimizer_gradients", "full"), known_as="--data-parallel-sharding-strategy"
     )
     """The tensors that data-parallel ranks shard: `none`, `optimizer_gradients`, or `full` (weights as well)."""
     expert_dispatch: str = key("auto", one_of("flat", "by_node", "auto"))
-    """How tokens reach experts on other ranks: `flat` sends a copy for every expert straight to its rank, `by_node` one
-    to each machine (launch.gpus_per_node) with some of a token's experts, and on from there; the bits are the same.
-    `auto` is by_node wherever that is possible. Where fast links reach beyond a machine (NVL72) take `flat`."""
+    """How tokens reach experts on other ranks: `flat` sends a copy for every expert straight to the expert's rank;
+    `by_node` sends one to each machine (launch.gpus_per_node) with some of a token's experts, which passes it on.
+    Results are the same bits. `auto` is by_node if possible. If fast links join machines (NVL72), take `flat`."""
 
     def __post_init__(self) -> None:
         """Do nothing, unlike the base class: `checks.py` reports all problems together, and the plan derives values."""
@@ -297,11 +297,11 @@ class RunPipelineConfig(PipelineConfig):
     extra_warmup: Any = 0
     """Forwards in flight beyond the textbook warm-up, at most pp - 1 - r on rank r; `auto` chooses by simulation."""
     schedule_memory: float | str | None = key(None, ACTIVATIONS)
-    """For pp_schedule=auto: the activations that a rank may hold, as 60GiB; a number without a unit counts what 1F1B
-    keeps on its first rank. None: what launch.device_memory leaves for them, and where that is none, 1."""
+    """For pp_schedule=auto: the activations that a rank may hold, as 60GiB; a number without a unit is a multiple of
+    what 1F1B keeps on its first rank. None: what launch.device_memory leaves for them, or 1 if that is not set."""
     put_off_limit: int | None = key(None, not_negative(MOST_SAMPLES))
-    """For a schedule with split backwards: the weight gradients that a rank may defer at once. Of more the oldest is
-    computed behind the input gradient that would be one too many; 0 defers none. None: what the schedule has."""
+    """For a schedule with split backwards: the weight gradients that a rank may defer at once. After the input gradient
+    that would make one too many, the oldest is computed; 0 defers none. None: what the schedule has."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -313,8 +313,8 @@ class CostConfig:
     profile: str | None = key(None, NOT_EMPTY)
     """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""
     stack: str = key("ppctl", one_of(*STACKS))
-    """Whose program is priced: `ppctl` (what a run executes: its dispatch of tokens, its exchanges, nothing hidden but
-    by pairs; uncalibrated) or `megatron` (the fused kernels and overlaps of Megatron-core, fitted to rows)."""
+    """Whose program is priced: `ppctl` (what a run executes: its dispatch of tokens, its exchanges, hidden only by
+    pairs; uncalibrated) or `megatron` (Megatron-core's fused kernels and overlaps, fitted to published figures)."""
     allocator: str | None = key(None, one_of("torch", "megatron", "megatron_te_2.11"))
     """Whose activations to count: `torch` (ppctl's blocks), `megatron` or `megatron_te_2.11` (Transformer Engine); none
     takes those of cost.stack."""

@@ -48,9 +48,9 @@ class DataConfig:
     seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
     """Tokens per sample."""
     format: str = key(TEXT, one_of(TEXT, CHAT, COMPLETION))
-    """The meaning of a line of a .jsonl file or a row of a table: `text`, of which every token is learned; `chat`,
-    messages, of which the assistant's turns are; `completion`, an object of prompt and completion, of which this is.
-    Rows are then whole conversations, filled up."""
+    """What a line of a .jsonl file or a row of a table is: `text`, learned whole; `chat`, messages, of which those of
+    the assistant are learned; `completion`, a prompt and a completion, of which the completion is learned. With the
+    last two a row of a batch holds whole conversations and is filled up."""
     text_key: str = key("text", NOT_EMPTY, verbatim=True, needs="data.format=text")
     """For format=text: the field of a .jsonl line, or the column of a table, that has the text."""
     chat_template: str | None = key(
@@ -62,7 +62,7 @@ class DataConfig:
     )
     """A Jinja file that renders messages; none: the tokenizer's own template."""
     pack: bool = key(False, needs="data.format=chat,completion")
-    """Put several conversations into a row, kept apart (reset_attention_mask and reset_position_ids); false: one."""
+    """Put several conversations into a row, separated by reset_attention_mask and reset_position_ids; false: one."""
     too_long: str = key(REFUSE, one_of(REFUSE, CUT, LEAVE_OUT), needs="data.format=chat,completion")
     """The treatment of a conversation longer than a row: `refuse`, `cut` (its end) or `leave_out`."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
@@ -113,10 +113,10 @@ class OptimConfig:
     """Updates of WSD's decay."""
     lr_pieces: list[Any] | None = key(None, LR_PIECES, needs="optim.lr_decay_style=piecewise")
     """For lr_decay_style=piecewise: rows such as {style: cosine, until: "14.3T tokens", lr: 2.2e-5}. From the rate
-    before it a piece goes to `lr` (of constant: immediately) until so many updates or tokens; lr by default min_lr, of
-    constant what it was."""
+    before it a piece goes to `lr` (if constant, immediately) until so many updates or tokens are done. By default `lr`
+    is min_lr; if constant, the rate before."""
     weight_decay: float = key(0.1, not_negative())
-    """Not applied to norms, biases and embeddings."""
+    """Weight decay of the optimizer; not applied to norms, biases and embeddings."""
     beta1: float = key(0.9, BELOW_ONE, known_as="--adam-beta1")
     """Decay of the running mean of gradients."""
     beta2: float = key(0.95, BELOW_ONE, known_as="--adam-beta2")
@@ -126,7 +126,7 @@ class OptimConfig:
     clip_grad: float = key(1.0, not_negative())
     """Largest global gradient norm; 0 does not clip."""
     loss_scale: float | None = key(None, positive(), needs="parallel.fp16=true")
-    """fp16: a fixed loss scale; none adjusts it by the rule below."""
+    """fp16: a fixed loss scale; none adjusts it, by loss_scale_window and hysteresis."""
     initial_loss_scale: float = key(2.0**32, positive(), needs="parallel.fp16=true")
     """fp16: the initial loss scale; the first steps overflow until it fits, and are skipped."""
     min_loss_scale: float = key(1.0, positive(), needs="parallel.fp16=true")
@@ -149,12 +149,12 @@ class TrainConfig:
     """The length of the run in tokens, in place of steps."""
     epochs: float | None = key(None, positive(), known_as="num_train_epochs num_epochs --epochs")
     """The length of the run in passes over the samples of data.path, in place of steps: it sets train.samples. With a
-    blend of weights, in passes after which every sample of every path has come."""
+    weighted blend, a pass ends when every sample of every path has come."""
     global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
     batch_rampup: list[int] | None = key(None, RAMPUP, names="--rampup-batch-size", mathematics=True)
     """[START, INCREMENT, SAMPLES]: the global batch grows from START by INCREMENT to global_batch_size while SAMPLES
-    are consumed, each size for as many of them. Every size must divide as global_batch_size must."""
+    are consumed, each size for an equal part of them. Every size must divide as global_batch_size must."""
     micro_batch_size: int = key(
         1,
         positive(MOST_IN_A_MICROBATCH),
@@ -171,7 +171,7 @@ class TrainConfig:
     exit_after: str | None = key(None, TIME, known_as="--exit-duration-in-mins")
     """Save and leave after this time, as 11h50m, counted from the start of rank 0; none runs to the last step."""
     compile: bool = False
-    """Compile every layer with torch.compile, with tp and cp what lies between exchanges: losses agree within a
+    """Compile every layer with torch.compile; with tp or cp, the parts between exchanges. Losses then agree within a
     millionth, not to the bit."""
     recompute_granularity: str | None = key(
         None, one_of("full", "selective"), names="recompute --recompute-granularity model.recompute_granularity"
@@ -184,14 +184,14 @@ class TrainConfig:
     recompute_num_layers: int | None = key(
         None, positive(MOST_STAGES), names="--recompute-num-layers model.recompute_num_layers", needs=_LAYERS
     )
-    """full: that N; none means 1 for `uniform`, every layer for `block`."""
+    """full: the N of recompute_method; none means 1 for `uniform`, every layer for `block`."""
     recompute_modules: list[str] | None = key(
         None,
         names="--recompute-modules model.recompute_modules",
         needs="train.recompute_granularity=selective",
     )
     """selective: `core_attn`, `mlp`, `moe`, `experts`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn.
-    `experts`, not in Megatron, starts from the rows that experts got, where `moe` repeats their exchange as well."""
+    `experts`, not in Megatron, starts from the rows that experts got; `moe` repeats their exchange as well."""
     recompute_stages: list[int] | None = key(None, needs="train.recompute_granularity")
     """The stages (counted through the model from 0) that recompute; none means all."""
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
@@ -206,10 +206,10 @@ class TrainConfig:
     on_bad_step: str = key("stop", ON_BAD_STEP, names="train.nonfinite")
     """The reaction to a gradient norm that is not finite, or too large by `spike_factor`: `stop` ends the run before
     the update; `skip` leaves the update out and goes on behind the step's samples, at most ten times in a row;
-    `rollback:N` goes back to the newest checkpoint that is at least N steps older, at most five times to one, and never
-    again reads the samples from there to the bad step."""
+    `rollback:N` goes back to the newest checkpoint that is at least N steps older, at most five times to the same one,
+    and never again reads the samples from that checkpoint's step to the bad step."""
     spike_factor: float = key(0.0, not_negative())
-    """A norm is too large above this many times the median of the last 100 updates' (of 20 at least); 0: none is."""
+    """A norm is too large above this multiple of the median of the last 100 updates (at least 20); 0: none is."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -225,23 +225,23 @@ class CheckpointConfig:
     keep_best: int = key(0, not_negative(), known_as="load_best_model_at_end")
     """Also keep the N checkpoints with the lowest eval_loss. Needs an interval that is a multiple of eval_interval."""
     async_: bool = key(True, names="--async-save")
-    """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
-    as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""
+    """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as many bytes
+    as the rank saves; false: a step waits for the disk. The end of a run always waits for the last save."""
     local: str | None = key(None, ABSOLUTE, verbatim=True, needs="checkpoint.async=true")
     """A directory in the memory of every host, as /dev/shm/ppctl: the copies that `async` makes lie there and outlive
     the processes, so that a run that starts again on the same hosts, in the same cut, goes on from them."""
     local_every: int = key(0, not_negative())
     """Steps between copies in `local`; each replaces the copy before. Saves to the disk leave one, too."""
     local_replicas: int = key(0, not_negative(1), needs="checkpoint.local")
-    """How many other hosts hold a rank's copy, 0 or 1: with 1 a run that lost a host still goes on from memory. Takes
-    the memory of a second copy, and sends one at every `local_every` and save, beside training."""
+    """How many other hosts hold a rank's copy, 0 or 1: with 1 a run that lost a host still goes on from memory. This
+    takes the memory of a second copy, and sends one at every `local_every` and save while training goes on."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)
     """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
     load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)
-    """Like resume, and the run begins where there is no checkpoint yet; also a directory of runs, of which the newest
-    with a checkpoint counts: with log.dir set to it, the same command begins and goes on."""
+    """Like resume, but without a checkpoint the run begins anew. It may also be a directory of runs, of which the
+    newest with a checkpoint counts: with log.dir set to that, one command both begins a run and continues it."""
 
     @property
     def in_background(self) -> bool:
-        """Whether training goes on beside saves: with no interval, it ends behind the only one."""
+        """Whether training goes on while saves are written: without an interval, the only save is at the end."""
         return self.async_ and (self.interval > 0 or self.local is not None)

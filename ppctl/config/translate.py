@@ -52,7 +52,7 @@ class FileSetting(NamedTuple):
     name: str
     """With its section, as `training.seq_len`; a flag with its dashes."""
     value: Any
-    """Plain data; of a flag the text, or the list of texts, behind it."""
+    """Plain data; for a flag, the text or the list of texts after it."""
     place: str
     """The file, and the line where it is known."""
 
@@ -85,10 +85,10 @@ def settings_of(path: Path, system: str | None = None) -> tuple[str, list[FileSe
     except (ValueError, RecursionError) as error:
         raise file.error(f"cannot be read: {str(error) or 'it is nested too deeply'}") from None
     if found is None:
-        message = f"{path} is not recognised as {', '.join(SYSTEMS.values())}, or is a recipe of ppctl's own"
+        message = f"{path} is not recognised as one of {', '.join(SYSTEMS.values())}; it may be a recipe of ppctl's own"
         raise ConfigError(Problem("PP-E115", message, pasted("ppctl", "plan", path), str(path)))
     if not 0 < len(settings) <= _MOST_SETTINGS:
-        raise file.error(f"has {len(settings)} settings of {SYSTEMS[found]}, and may have 1 to {_MOST_SETTINGS}")
+        raise file.error(f"has {len(settings)} settings of {SYSTEMS[found]}, but may have only 1 to {_MOST_SETTINGS}")
     return found, settings
 
 
@@ -107,7 +107,7 @@ def _tree(text: str, system: str | None) -> tuple[Any, dict[str, int]]:
 
 
 def _recognised(text: str, names: list[str]) -> str | None:
-    """The system whose tables have most sections of a file; Megatron for a text with only flags."""
+    """The system whose tables have most sections of a file; Megatron for mere flags; None for recipes and the rest."""
     sections = {name.partition(".")[0] for name in names}
     if "MODEL_ARGS" in sections or not names:
         return MEGATRON if _FLAG.search(text) else None
@@ -170,7 +170,7 @@ def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
     return _VARIABLE.sub(value, word)
 
 
-VOCABULARY_ALONE = "a plan needs only the vocabulary, which the command line says; to train, type data.tokenizer=DIR"
+VOCABULARY_ALONE = "a plan needs only the vocabulary, which the command line sets; to train, type data.tokenizer=DIR"
 """Why a tokenizer that the shell alone knows may be missing."""
 _ROWS, _BYTES = "model.vocab_size", text_keys()["model.vocab_size"].default
 _BATCH, _MICRO = "train.global_batch_size", "train.micro_batch_size"
@@ -199,8 +199,8 @@ class Translation(NamedTuple):
 
 
 def translation(path: Path, system: str | None, line: Arguments, num_layers: int | None) -> Translation:
-    """The translation of a file, below the stronger words of a command line; `num_layers` is of the model that the line
-    names, if any. Raises ConfigError for a file that cannot be read."""
+    """The translation of a file, below the stronger words of a command line; `num_layers` is that of the model that the
+    line names, if it names one. Raises ConfigError for a file that cannot be read."""
     found, settings = settings_of(path, system)
     if found == AUTOMODEL:  # older files have a separate section for the pipeline
         renamed = (each.name.replace("autopipeline.", "distributed.pipeline.") for each in settings)
@@ -340,12 +340,12 @@ def _of_the_shell(key: str, *, sized: bool) -> TranslatedFlag:
     `sized` otherwise."""
     why = f"only the shell that runs the script knows this value: type {key}=..."
     if key == "data.tokenizer" and not sized:
-        why = why.replace("...", f"DIR, or {_ROWS}=N to plan; until then it is one of bytes ({_BYTES}, rounded up)")
+        why = why.replace("...", f"DIR, or {_ROWS}=N to plan; until then it is that of bytes ({_BYTES}, rounded up)")
     return TranslatedFlag("", why=why)
 
 
 def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:
-    """The meaning of one flag with the words after it, of which it takes as many as it can."""
+    """The meaning of one flag with as many of the words after it as it takes; None for an unknown flag."""
     if flag in TAKEN and not values and not TAKEN[flag].is_switch:
         return TranslatedFlag("", why=f"{flag} needs a value")
     is_list = takes_several(flag) and len(values) > (0 if flag in TAKEN else 1)

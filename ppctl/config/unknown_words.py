@@ -53,7 +53,7 @@ def no_such_key(key: str, text: str) -> Problem:
         return Problem("PP-E101", f"there is no key {key}: model.lora trains adapters", adapters, PLACE)
     known = ALIASES.get(last) or meant_by(last)
     if known is not None and text_keys()[known].facts.support.state == LATER:
-        coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
+        coming = f"there is no key {key}; {known}, which is like it, comes in a later release: leave it out"
         return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
     # A similar name may mean something else: its value is not carried over.
@@ -67,7 +67,7 @@ def _within_a_field(key: str, text: str) -> Problem | None:
     field, _, inner = key.removeprefix(f"{mapping}.").partition(".")
     if not key.startswith(f"{mapping}.") or not inner:
         return None
-    message = f"{key}: a field of config.json is set as a whole, as JSON with all that it has"
+    message = f"{key}: a field of config.json can only be set as a whole, as JSON with all its parts"
     value = text if text.replace(".", "", 1).isdecimal() or text in ("true", "false", "null") else f'"{text}"'
     example = f'{mapping}.{field}={{"{inner}": {value}}}'
     return Problem("PP-E101", message, pasted(example), PLACE)

@@ -24,12 +24,12 @@ _MERGE, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("merge", "int",
 
 
 class PlainLoader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C if PyYAML has it
-    """PyYAML's safe loader, with the value that it read last."""
+    """PyYAML's safe loader; `at` is the node of the scalar that it read last."""
 
     at: Any = None
 
     def construct_scalar(self, node: Any) -> Any:
-        """The text of a value."""
+        """Return the text of a scalar, and keep the node in `at`."""
         self.at = node
         return super().construct_scalar(node)
 
@@ -56,7 +56,7 @@ def _count(loader: Any, node: Any) -> int:
 
 
 def _or_text(read: Any) -> Any:
-    """Let 12:00:00 be a time limit, where YAML 1.1 reads 43200."""
+    """Wrap the constructor `read`: text with a colon stays text, where YAML 1.1 reads 12:00:00 as 43200."""
     return lambda loader, node: node.value if ":" in node.value else read(loader, node)
 
 
@@ -149,7 +149,7 @@ def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]
 def _check_size(values: int, depth: int, at: Any) -> None:
     most = f"{MOST_VALUES} values" if values > MOST_VALUES else f"{DEEPEST} levels"
     if values > MOST_VALUES or depth > DEEPEST:
-        raise UnreadableYaml(f"it has more than {most}, with all that aliases repeat", at.start_mark.line + 1)
+        raise UnreadableYaml(f"it has more than {most}, counting all that aliases repeat", at.start_mark.line + 1)
 
 
 def _lines_of(root: Any) -> dict[str, int]:

@@ -1,7 +1,6 @@
-"""Bytes of one microbatch's activations on one device, by stage: what is saved for the backward, and the peak of a
-pass.
+"""Bytes of one microbatch's activations on one device, by stage: what is kept for the backward, and the peaks.
 
-Layer by layer: `layer_parts` (kept) and `working_memory`; for models of transformers from their measured costs.
+They come layer by layer from `layer_parts` (kept) and `working_memory`; for transformers models from measured costs.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class StagePieces(NamedTuple):
 def stage_activations(
     model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0, price: KindPricer | None = None
 ) -> StageActivations:
-    """Bytes that one microbatch keeps on a stage, on one device. Empty stages and recomputed layers keep their input.
-    `price` is `kind_pricer(model, setting)`, to share between stages."""
+    """Return the bytes of one microbatch on a stage, on one device. Empty stages and recomputed layers keep their
+    input. `price` is `kind_pricer(model, setting)`, which stages may share."""
     held, hidden = tuple(layers), setting.hidden_bytes(model)
     if not held:
         return StageActivations(hidden, hidden, 0)
@@ -88,8 +87,8 @@ def stage_activations(
 
 
 KindPricer = Callable[[Kind, tuple[str, ...]], tuple[float, float, float, float]]
-"""(kind of layer, its recomputed modules) -> bytes of a microbatch that stay, that recomputing the layer makes again,
-and that live only in its forward or backward."""
+"""(kind of layer, its recomputed modules) -> bytes of a microbatch: those that stay, those that recomputing the layer
+makes again, those that live only in its forward, and those that live only in its backward."""
 
 
 def kind_pricer(model: ModelConfig, setting: Setting) -> KindPricer:
@@ -116,7 +115,7 @@ def kind_pricer(model: ModelConfig, setting: Setting) -> KindPricer:
 def stage_pieces(
     model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int, price: KindPricer | None = None
 ) -> StagePieces:
-    """Bytes that one microbatch keeps on a stage, layer by layer; layers that are recomputed together are one piece."""
+    """Return what one microbatch keeps on a stage, layer by layer; layers recomputed together are one piece."""
     hidden, modules = setting.hidden_bytes(model), recomputed_modules(setting.train, stage)
     price = price or kind_pricer(model, setting)
     # A layer without a backward keeps nothing, and is computed once.
@@ -153,15 +152,16 @@ def _with_tables(
     setting: Setting,
     recomputed: Collection[Layer],
 ) -> StagePieces:
-    """The pieces of a transformers model's stage: its forward makes all tables, and keeps those that layers need."""
+    """Return the pieces of a transformers model's stage, whose forward makes all tables and keeps those that backwards
+    need."""
     kinds = [(kind, layer in recomputed) for layer, kind in zip(held, layer_kinds(model, held), strict=True)]
     made, kept, keeps_input = _foreign_tables(model, kinds, setting)
     hidden = setting.hidden_bytes(model)
     costs = [foreign_cost(model, kind, setting.element, setting.seq_length) for kind, _ in kinds]
     keeps = [again or cost is None or cost.keeps_input for (_, again), cost in zip(kinds, costs, strict=True)]
     first = int(held[0].kind == "embedding")
-    # A stage without the embedding has zeros in place of its result. With the embedding the first layer keeps the
-    # result, or it lives as long.
+    # A stage without the embedding has zeros in place of the embedding's result. Elsewhere the first layer keeps that
+    # result, or the result lives as long.
     more = made - kept - (hidden if first and keeps[1:2] == [True] else 0)
     running = {}
     for place, piece in pieces.items():
@@ -239,13 +239,13 @@ def _tables(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> fl
 
 
 _LABEL = 8
-"""Bytes of a token's number, and of its label."""
+"""Bytes of a token's number, and as many of its label."""
 
 
 def _foreign_running(
     model: ModelConfig, kind: Kind, cost: LayerCost, setting: Setting
 ) -> tuple[float, float, float, float]:
-    """(bytes that stay, that recomputation makes again with the input, further in the forward, in the backward)."""
+    """Return bytes of a microbatch: (that stay, recomputed with the input, further in forward, further in backward)."""
     batch, length, hidden = setting.micro_batch_size, setting.seq_length, setting.hidden_bytes(model)
     inside = cost.kept.of(batch, length)
     stays = inside + (hidden if cost.keeps_input and kind.name != "embedding" else 0)

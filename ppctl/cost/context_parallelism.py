@@ -56,8 +56,8 @@ def kept_more(model: ModelConfig, ranks: int, axes: ParallelSizes) -> float:
 
 
 def live_more(model: ModelConfig, cp_comm_type: str, axes: ParallelSizes, levels: Levels | None, wide: float) -> float:
-    """Elements per token that live at most while attention's backward runs, beside the gradients of queries, keys and
-    values, on the rank with most; `wide` is the size of a float32 (or wider) element in elements.
+    """The most elements per token that live while attention's backward runs, beside the gradients of queries, keys and
+    values, on the rank with most. `wide` is how many elements fill the bytes of one in float32 (or wider).
 
     A ring holds keys and values twice (one pair arrives), sums of their gradients three times (own, leaving, arriving),
     a block's own gradients, and queries' in float32. Gathering: first all keys and values and the gradients of what

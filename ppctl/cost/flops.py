@@ -35,14 +35,14 @@ def score_flops(sizes: Sizes, batch: int, seq: int) -> int:
 
 
 def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> int:
-    """FLOPs of the dense feed-forward; or of router, shared expert and the chosen experts."""
+    """FLOPs of the dense feed-forward; with `moe`, of the router, the shared expert and the chosen experts."""
     block = "moe" if moe else "feed_forward"
     return 2 * batch * seq * _matrices(Sizes.of(model), Kind("decoder", moe), block, model.moe_router_topk)
 
 
 def _layer_flops(model: ModelConfig, kind: Kind, batch: int, seq: int) -> int:
-    """FLOPs of one layer: none for the embedding (a look-up), the output for the loss, once more per MTP module; as
-    measured for a decoder layer of a model of transformers."""
+    """FLOPs of one layer: none for the embedding (a look-up), the output's for the loss, and these once more for each
+    MTP module. A transformers model's decoder layer has its measured FLOPs."""
     if kind.name == "decoder" and (foreign := foreign_cost(model, kind, 4, seq)) is not None:
         return round(foreign.flops.of(batch, seq))
     sizes = Sizes.of(model)

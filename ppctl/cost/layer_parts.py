@@ -95,9 +95,9 @@ def _masked(model: ModelConfig, setting: Setting) -> int:
 
 
 def _scores(model: ModelConfig, setting: Setting) -> float:
-    """The softmax's sum of each head; without a fused kernel the probabilities of every pair, with dropout also the
-    mask and the result. torch's unfused kernel computes in float32, and keeps float32 copies of queries, keys and
-    values of all heads instead. ppctl's own attention with dropout keeps neither."""
+    """Bytes per token of the softmax's sums, one a head; without a fused kernel also of every pair's probability, and
+    with dropout of the mask and the result. torch's unfused kernel computes in float32, and keeps float32 copies of
+    all heads' queries, keys and values instead. ppctl's own attention with dropout keeps nothing of all this."""
     own = setting.allocator.transformer_engine
     sums = setting.wide_bytes * Sizes.of(model).heads / setting.sizes.tp
     if model.attention_dropout and not own:
@@ -117,7 +117,7 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
 
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[LayerPart]:
-    """Input, norm and inner vectors of one feed-forward; experts: as many for each chosen expert."""
+    """Input, norm and inner vectors of one feed-forward; with `moe`, the inner vectors of every chosen expert."""
     size, axes, sizes = setting.element, setting.sizes, Sizes.of(model)
     h, factors = sizes.hidden, 1 + sizes.gated  # silu of the gate is made again (`model/activation.py`)
     inside = size * factors + setting.operand
@@ -139,8 +139,8 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
 
 
 def _places(model: ModelConfig, setting: Setting) -> float:
-    """Bytes of a token's int64 indexes: for each chosen expert its number, its slot and its row in both directions, at
-    home or by node, and again at experts of other ranks; and where sums start, by run and then by token."""
+    """Bytes of a token's int64 indexes. Each chosen expert has a number, a slot and a row in both directions (at home
+    or by node), and once more rows at other ranks' experts; then come the starts of sums, by run and by token."""
     chosen, runs = model.moe_router_topk, expert_runs(model)
     starts: float = runs.most if runs.size > 1 and runs.most > 1 else 0
     if setting.nodes > 1:

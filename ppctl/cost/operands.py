@@ -71,8 +71,8 @@ def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, 
 
 
 def is_deferred(row: Parameter) -> bool:
-    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows. Not routers', which are
-    small and in float32, nor the output's, whose operands are a microbatch's logits."""
+    """Whether a parameter's gradient waits for W: that of a matrix (experts' too) or table does, but not that of a
+    router, which is small and in float32, or of the output, whose operands are a microbatch's logits."""
     return row.role in ("matrix", "expert", "other", "embedding") and not row.name.startswith("output.")
 
 

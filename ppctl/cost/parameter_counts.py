@@ -24,7 +24,7 @@ Axes = tuple[str, ...]
 
 Count = Counter[Axes]
 """Numbers of parameters by the parallel axes that split them: `()` for norms, `("tp",)` for most matrices, `("tp/8",)`
-for projections to 8 groups of keys, `("tp:37",)` for tables of 37 words, `("ep", "etp")` for experts'."""
+for projections to 8 groups of keys, `("tp:37",)` for tables of 37 tokens, `("ep", "etp")` for experts'."""
 
 
 _ONE_DEVICE = ParallelSizes(1)
@@ -48,8 +48,8 @@ def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
 
 
 def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
-    """(dense parameters, experts' parameters) on one device, since their replicas are on different ranks. An uneven
-    split counts its largest part."""
+    """(dense parameters, experts' parameters) on one device, apart since their replicas are on different ranks. Of an
+    uneven split the largest part counts."""
     dense = experts = 0
     for axes, number in count.items():
         own = held(number, axes, sizes)
@@ -63,7 +63,7 @@ def _elements(rows: Iterable[Parameter], experts: int | None = None) -> int:
 
 
 def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """Parameters that a stage builds, replicas included: with MTP modules it builds a copy of the embedding."""
+    """Parameters that a stage builds, tied copies included: with MTP modules it builds a copy of the embedding."""
     count: Count = Counter()
     for row, number in stage_rows(model, layers):
         count[row.axes] += number * row.elements
@@ -71,7 +71,7 @@ def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
 
 
 def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """Parameters of a stage that get a gradient: no routers' biases and frozen weights (`untrained_bytes`)."""
+    """Parameters of a stage that get a gradient: all but routers' biases and frozen weights (`untrained_bytes`)."""
     count: Count = Counter()
     for row, number in stage_rows(model, layers):
         count[row.axes] += number * row.elements * (row.gradient != "none")
@@ -79,7 +79,7 @@ def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
 
 
 def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int, gradient: int) -> int:
-    """Bytes of parameters without optimizer: frozen weights of `weight` bytes, routers' biases of `gradient`."""
+    """Bytes of the parameters without a gradient: `weight` for each frozen weight, `gradient` for a router's bias."""
     return sum(
         (weight if row.frozen else gradient) * number * row.elements
         for row, number in stage_rows(model, layers)
@@ -90,7 +90,7 @@ def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int,
 def largest_matrices(
     model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes = _ONE_DEVICE
 ) -> tuple[int, int]:
-    """Elements of a stage's largest (dense tensor, stack of an experts' matrix) on one device, 0 if it has none."""
+    """(elements of a stage's largest dense tensor, of its largest stack of experts) on one device; 0 without one."""
     dense = experts = 0
     for row, _ in stage_rows(model, layers):
         own = held(row.elements, row.axes, sizes)
@@ -167,7 +167,7 @@ def _hidden_matrices(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[
 def orthogonalised(
     model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, *, shared: bool
 ) -> Orthogonalised:
-    """The matrices of one rank's stages that Muon updates. `shared`: under sharding one of their ranks owns each."""
+    """The matrices of a rank's stages that Muon updates. `shared`: whether, under sharding, one rank owns each."""
     rows = [row for layers in stages for row in _hidden_matrices(model, layers)]
     count: Count = Counter()
     entries: dict[bool, list[Matrices]] = {False: [], True: []}
@@ -204,7 +204,7 @@ def iteration_bytes(
 
 @cache
 def _most(entries: tuple[Matrices, ...], ranks: int) -> tuple[int, int]:
-    """(elements, operations) of the ranks with most of each."""
+    """(elements, operations), each of the rank that has most of them."""
     elements, operations = [0] * ranks, [0] * ranks
     for matrices, owned in zip(entries, deal(entries, ranks), strict=True):
         for rank, number in enumerate(owned):

@@ -33,7 +33,7 @@ class Allocator(NamedTuple):
     """Whether bytes that live only while a layer's backward runs are counted (`in_backward`)."""
     transformer_engine: bool = False
     dummy_weight_gradients: bool = False
-    """One 16-bit weight gradient for every distinct shape of a weight."""
+    """Whether one 16-bit weight gradient stays alive for every distinct shape of a weight."""
 
 
 _TORCH = Allocator("torch", 1, False, None, None, 2, 0, receives=True, backward=True)
@@ -134,5 +134,5 @@ class Setting(NamedTuple):
         return sizes.heads if sizes.latent else max(sizes.groups, self.sizes.tp)
 
     def words(self, model: ModelConfig) -> int:
-        """Words of the vocabulary on one device, at most."""
+        """The most tokens of the vocabulary that are on one device."""
         return -(-model.vocab_size // self.sizes.tp)

@@ -81,7 +81,7 @@ def state_bytes(
     Matrices that Muon updates have one moment, as wide as a gradient, instead of two.
 
     Sharding divides the optimizer's state, which then has a master of every weight. Weights and gradients are whole,
-    since gradients are summed once a step; with `full` only for the time in `Passing`.
+    since gradients are summed once a step; with `full` they are whole only as long as `Passing` says.
     """
     dense, experts = on_device(count, sizes)
     whole = dense + experts
@@ -115,8 +115,8 @@ _FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
 
 
 def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes) -> int:
-    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them. In
-    decoder layers the weights of attention and feed-forward count, not the router; in the loss layer the output."""
+    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them. Of
+    decoder layers the weights of attention and feed-forward count, not the router's; of the loss layer the head's."""
     shapes = set()
     for kind in set(layer_kinds(model, layers)):
         rows = kind_parameters(Sizes.of(model), kind) if kind.name != "embedding" else ()
@@ -139,7 +139,7 @@ class Ends(NamedTuple):
     """Bytes that the operations of a backward free and need, by stage."""
 
     frees: Mapping[Op, Sequence[int]]
-    """Bytes of its microbatch that an operation frees: B and W all that is left; I all but what waits for its W."""
+    """Bytes of its microbatch that an operation frees: B or W frees all that is left, I all but what waits for W."""
     needs: Mapping[Op, Sequence[int]]
     """Further bytes while the operation runs."""
 
@@ -182,7 +182,7 @@ def peaks(
 
     A (stage, microbatch) lives from the start of its F to the end of its B, or of its W if the backward is split, and
     holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
-    (what is computed again) while its backward does. Exact, since a rank runs its list in order. One pass for both,
+    (what is computed again) while its backward does. Exact, since a rank runs its list in order. One loop finds both,
     since lists are long. `ends` says what the halves of split backwards free; else all is free after W.
     """
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
@@ -211,9 +211,9 @@ def peaks(
 class Passing(NamedTuple):
     """Bytes of one stage's state, under sharding of gradients, that live only while the stage computes.
 
-    Its first backward makes gradients; they are freed when the sums of the rank's next stage (or the step's end) have
-    waited for their sums. Under `full` sharding weights are gathered during the forward before the stage's first, and
-    freed after its last backward. Both need a copy on the way, bucket by bucket.
+    Its first backward makes gradients; they are freed once they are summed, for which the rank waits when it sums its
+    next stage's gradients, or at the step's end. Under `full` sharding weights are gathered during the forward before
+    the stage's first, and freed after its last backward. Both need a copy on the way, bucket by bucket.
     """
 
     weights: int
@@ -349,7 +349,7 @@ class _RankMoments:
             self._changed()
 
     def reduce(self, stage: int, beside: int) -> None:
-        """Sum a stage's gradients: its weights are freed, the previous stage's sums have arrived."""
+        """Sum a stage's gradients: frees its weights, and the gradients of the previous stage, which are summed now."""
         self.weights.pop(stage, None)
         self.gradients.pop(self.leaving if self.leaving is not None else -1, None)
         self.leaving = stage

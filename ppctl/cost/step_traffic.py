@@ -91,7 +91,7 @@ def once_a_step(
 
 
 def _reports(found: Traffic, stages: Stages, sizes: ParallelSizes) -> None:
-    """Note each rank's row of numbers, gathered along one axis after another (`comm/groups.py`)."""
+    """Add to `found` the reports of ranks, gathered along one axis after another (`comm/groups.py`)."""
     size = _NUMBER * (REPORTED + sizes.vpp + stages.routers)
     for axis in ("pp", "dp", "cp", "tp"):
         if (ranks := getattr(sizes, axis)) > 1:
@@ -100,7 +100,7 @@ def _reports(found: Traffic, stages: Stages, sizes: ParallelSizes) -> None:
 
 
 def _norms(found: Traffic, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
-    """Note the sums of squared norms of divided gradients, and then each parameter's norm from its pp_rank."""
+    """Add to `found` the sums of squared norms of divided gradients, then each parameter's norm from its pp_rank."""
     rows, width = stages.normed[stages.pp_rank], max(4, sums.weight)
     if sums.sharding != "none":
         for axis, ranks, own in _groups(list(rows), sizes):
@@ -116,7 +116,7 @@ def _norms(found: Traffic, stages: Stages, sizes: ParallelSizes, sums: Sums) -> 
 
 
 def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
-    """Note the gradients of a table that stages of several ranks use: each use's goes to the other ranks."""
+    """Add to `found` the gradients of a table that several pp_ranks use: each use's gradient goes to the others."""
     uses = stages.uses
     ranks = sum(1 for number in uses if number)
     if ranks < 2 or not uses[stages.pp_rank]:
@@ -130,7 +130,7 @@ def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSiz
 def _biases(
     found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, *, sequence_parallel: bool
 ) -> None:
-    """Note the all-reduces of tokens per expert, from which each router updates its expert biases."""
+    """Add to `found` the all-reduces of tokens per expert, from which each router updates its experts' biases."""
     routers = sum(kind.moe for layers in stages.own for kind in layer_kinds(model, layers))
     if not (routers and model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate):
         return
@@ -143,8 +143,8 @@ def _biases(
 def step_sums(
     model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums, sequence_parallel: bool
 ) -> Traffic:
-    """Traffic of the step's end on a rank with these stages: sums over replicas and tensor-parallel ranks, and weights.
-    If a tensor is cut into uneven runs, the first rank's run counts. Buckets are those of `parallel/replicate.py`."""
+    """Traffic of the step's end on a rank with these stages: sums of gradients over replicas and tensor-parallel ranks,
+    and gathers of weights. Of uneven runs the first rank's counts. Buckets are those of `parallel/replicate.py`."""
     found, every, partial = Traffic(), [], []
     for layers in stages:
         rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
@@ -177,8 +177,8 @@ def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: Parallel
 def _matrices(
     found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
 ) -> None:
-    """Note that gradients of Muon's matrices go to their owners, and weights come back: for each bucket one reduce and
-    one broadcast per owner (`parallel/shard.py`)."""
+    """Add to `found` what is sent for Muon's matrices: gradients go to their owners, and weights come back, for each
+    bucket by one reduce and one broadcast per owner (`parallel/shard.py`)."""
     named = [
         {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
         for layers in stages

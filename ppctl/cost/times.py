@@ -1,6 +1,6 @@
 """The work of one device for one microbatch in one layer, the seconds of that work, and the seconds of messages.
 
-Work is counted by the parts of a layer, by the names that recomputation uses, so that repeated work has a price.
+Work is counted by part of a layer, under the names that recomputation uses, so that repeated work has a price.
 Operations, bytes through memory, kernels and communication are added up, each at the stated share of the device's peak:
 nothing overlaps, except context parallelism's ring with its scores, and a share of tensor parallelism's collectives
 with products in a stack that has kernels for it. Must not know schedules or stages.
@@ -64,7 +64,7 @@ class Work(NamedTuple):
     context: ContextTraffic = ContextTraffic()
     """Bytes that attention sends to its context-parallel group."""
     back: tuple[float, float] | None = None
-    """Operations of a backward for inputs, attention's included, and for weights, if some of these are frozen."""
+    """If some weights are frozen: operations of a backward for inputs (attention's included) and for weights."""
     trained: float | None = None
     """The number of `weights` whose gradients are accumulated; None means all of them."""
     experts: float = 0.0
@@ -72,7 +72,7 @@ class Work(NamedTuple):
 
 
 def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
-    """All parts of one layer."""
+    """The work of one device in one layer, part by part."""
     h, tokens, element, tp = model.hidden_size, setting.tokens, setting.element, setting.sizes.tp
     if kind.name == "embedding":
         rows = model.vocab_size / tp
@@ -101,7 +101,7 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
 
 
 def _measured(rows: Sequence[Parameter], cost: LayerCost, setting: Setting) -> list[Work]:
-    """A layer of transformers: its products, its scores, and what it keeps, written once and read twice."""
+    """The work of a transformers model's layer: products, scores, and what it keeps, written once and read twice."""
     batch, length, flops = setting.micro_batch_size, setting.seq_length, cost.flops
     weights = sum(row.elements for row in rows)
     matmul, scores = batch * length * flops.token, batch * length**2 * flops.pair
@@ -275,7 +275,7 @@ class PartSeconds(NamedTuple):
 
 
 def part_seconds(work: Work, machine: Machine) -> PartSeconds:
-    """Forward, and the two halves of the backward."""
+    """The seconds of a part's forward, and of the two halves of its backward."""
     device, efficiency, sizes = machine.device, machine.efficiency, machine.sizes
     rate = machine.matmul * (efficiency.grouped if work.module in ("moe", "experts") else 1.0)
     product = work.matmul / rate + work.weights * machine.weight_bytes / machine.memory if work.matmul else 0.0

@@ -32,13 +32,13 @@ class Traffic(dict[Key, tuple[int, float]]):
     """(number, bytes that a rank sends) by axis and kind."""
 
     def note(self, axis: str, kind: str, size: float, number: int = 1) -> Traffic:
-        """Add `number` exchanges that send `size` bytes together."""
+        """Add `number` exchanges that send `size` bytes together; returns itself."""
         count, total = self.get((axis, kind), (0, 0.0))
         self[axis, kind] = count + number, total + size
         return self
 
     def add(self, other: Traffic, times: int = 1) -> Traffic:
-        """Add another rank's or layer's traffic, `times` times (-1: subtract it)."""
+        """Add another rank's or layer's traffic in place, `times` times (-1: subtract it); returns itself."""
         for (axis, kind), (number, size) in other.items():
             self.note(axis, kind, times * size, times * number)
         return self
@@ -126,7 +126,7 @@ def _join(into: Passes, part: Passes) -> None:
 
 
 def _column_parallel_input(found: Passes, tensor: _TensorAxis, width: float, *, waits: bool = True) -> None:
-    """Add a column-parallel product's traffic: it gathers its input; `waits`: W computes the weights' gradients."""
+    """Add a column-parallel product's traffic: it gathers its input. `waits`: whether its weight gradient is W's."""
     found.forward.add(tensor.gather(width))
     found.inputs.add(tensor.total(width))
     (found.weights if waits else found.inputs).add(tensor.gather(width))
@@ -197,7 +197,7 @@ def _experts(model: ModelConfig, setting: Setting) -> Passes:
 
 
 def _rows_to_experts(found: Passes, model: ModelConfig, setting: Setting) -> None:
-    """Add rows and their weights to the experts, and results back; in the backward gradients the opposite ways."""
+    """Add rows and weights sent to experts, and results sent back; a backward sends gradients the opposite ways."""
     axes, nodes, topk = setting.sizes, setting.nodes, model.moe_router_topk
     tokens = setting.tokens / setting.sp
     row, weight = model.hidden_size * setting.element, setting.element

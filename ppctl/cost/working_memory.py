@@ -16,15 +16,15 @@ from ppctl.geometry.layers import DRAWN, DRAWN_ON_CPU, LOSS_ROWS, Kind, KindName
 from ppctl.geometry.parameters import Sizes
 
 _HELD_IN_FORWARD = ("layernorm", "mla_up_proj")
-"""Modules of which all that is made again are outputs, held till their layer's forward ends (`model/recompute.py`)."""
+"""Modules that make nothing but outputs again, held until their layer's forward ends (`model/recompute.py`)."""
 
 
 def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
     """The most bytes of one microbatch that live while a layer's forward runs, beside those that it keeps.
 
-    A block's output and the layer's; for experts the results on their way and their sums, and after shared experts have
-    run both results and their sum. Or silu of a gate, which lives where SwiGLU goes step by step: whether it does a
-    trial on the device tells. Layers recomputed as a whole are left out: their backward needs more.
+    These are a block's output and the layer's; with experts, the results on their way and their sums, and once shared
+    experts have run, both results and their sum. Or, where SwiGLU is computed step by step (a trial on the device
+    tells), silu of the gate. Layers recomputed as a whole are left out: their backward needs more.
     """
     if not setting.allocator.backward or kind == "embedding":
         return 0.0
@@ -66,7 +66,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
         return sum(again.values())
     if kind.name == "embedding":  # the table's gradient
         table = 0 if setting.deferred else setting.element * setting.words(model) * model.hidden_size
-        # rows of other ranks' words are masked
+        # rows of other ranks' tokens are masked
         return table + (setting.whole_bytes(model) if setting.sizes.tp > 1 else 0)
     if kind.name == "loss":
         return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
@@ -184,6 +184,6 @@ def _dropping(model: ModelConfig, setting: Setting) -> tuple[float, float]:
 
 
 def drawn(setting: Setting, elements: int) -> float:
-    """Bytes of dropout draws and mask for `elements` elements that exist together."""
+    """Bytes of dropout's draws and mask that exist at once when it is applied to `elements` elements."""
     at_once = DRAWN_ON_CPU if setting.allocator.cublas_workspaces == 0 else DRAWN
     return 9.0 * min(at_once, elements) if setting.allocator.backward else 0.0

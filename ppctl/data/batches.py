@@ -30,8 +30,8 @@ class StepBatch:
     labels: torch.Tensor
     """[m, b, s] int64: the token after each of `tokens`."""
     loss_mask: torch.Tensor
-    """[m, b, s] float32: 1 if the label counts. Samples of text are cut from one array and never padded: all ones,
-    unless documents' ends are masked. In conversations the answers count."""
+    """[m, b, s] float32: 1 if the label counts. In text all labels count (samples are cut from one array, never padded)
+    unless documents' ends are masked; in conversations the answers count."""
     total_tokens: int
     """Unmasked labels of the whole global batch, over all dp ranks: the divisor of the loss."""
     checksum: int
@@ -39,7 +39,7 @@ class StepBatch:
     positions: torch.Tensor | None = None
     """[m, b, s] int64, if positions restart in every document."""
     documents: tuple[Lengths, ...] | None = None
-    """For each micro-batch the lengths of its rows' documents, if documents are kept separate."""
+    """For each micro-batch the lengths of its samples' documents, if documents are kept separate."""
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Batches:
         return self.corpus.order(self.seed, first, count, self.seq_length, self.sample_order)
 
     def step(self, step: int) -> StepBatch:
-        """This dp rank's share of `step`."""
+        """This dp rank's share of `step`. Raises DataError (PP-E406) for a token that the vocabulary lacks."""
         ids = self.sample_ids(step)
         mine = microbatches(ids, self.micro_batch_size, self.dp_rank, self.dp_size)
         read = self.corpus.samples(mine, self.seq_length)
@@ -127,7 +127,7 @@ def positions(tokens: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
 
 
 def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
-    """The documents of rows [b, s] of positions."""
+    """The lengths of the documents in each sample of `positions` [b, s]: a document begins at each 0."""
     begins = [[*np.flatnonzero(row == 0).tolist(), len(row)] for row in positions]
     return tuple(tuple(after - first for first, after in pairwise(row)) for row in begins)
 
@@ -147,8 +147,8 @@ def find_documents(
 class HeldOutBatches:
     """The batches of an evaluation: always the same, in the run's own proportions, each sample counted once.
 
-    At most `steps` batches, and no more than needed for every sample. If a sample comes again (to fill the last batch,
-    or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
+    There are at most `steps` batches, and no more than all samples need. If a sample comes again (to fill the last
+    batch, or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
     """
 
     def __init__(self, batches: Batches, steps: int) -> None:
@@ -196,7 +196,7 @@ class RankData:
     def batches(
         self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
     ) -> Batches | None:
-        """The batches of this rank's share from a position on."""
+        """This rank's share of the batches from a position on; None if no stage needs tokens."""
         if self.data is None:
             return None
         rampup = rampup_of(self.config.train)

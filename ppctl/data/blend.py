@@ -93,12 +93,12 @@ class Blend:
         return Details(counts, places)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check each corpus, as `Corpus` does."""
+        """Check each corpus in turn. Raises DataError as `Corpus.check_vocabulary` does."""
         for corpus in self.corpora:
             corpus.check_vocabulary(vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Blend, Blend]:
-        """Hold out the same share of every corpus."""
+        """(samples to train on, samples held out): the same share of each corpus. Raises DataError as `Corpus` does."""
         parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]
         return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
 

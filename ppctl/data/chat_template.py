@@ -64,7 +64,7 @@ class ChatTemplate:
         return text, spans
 
     def _start(self) -> subprocess.Popen[str]:
-        """The process that renders, once it has read the template."""
+        """Start the process that renders; returns it once it has read the template. Raises RenderingFailed."""
         process = subprocess.Popen(
             python("ppctl.data.rendering"),
             stdin=subprocess.PIPE,
@@ -78,7 +78,7 @@ class ChatTemplate:
         return process
 
     def _answer(self, process: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:
-        """The answer to one line. Raises RenderingFailed if the process has ended; the next text gets a new one."""
+        """The process's answer. Raises RenderingFailed if the template refuses or the process ends."""
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         with suppress(BrokenPipeError):
             print(json.dumps(question), file=process.stdin, flush=True)
@@ -118,7 +118,7 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
         source, path = read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"
     if isinstance(source, str):
         return ChatTemplate(source, named_marks(settings), str(path))
-    message = f"data.tokenizer={tokenizer} has no chat template, and data.format=chat renders messages with one"
+    message = f"data.tokenizer={tokenizer} has no chat template, but data.format=chat renders messages with one"
     looked = f"looked for chat_template.jinja and {_SETTINGS} in {directory}"
     place = "data.tokenizer" if tokenizer == "byte" else looked
     raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place))

@@ -1,6 +1,6 @@
 """Rows of whole conversations, of which some tokens are trained on.
 
-A row is a sample: one conversation or several in a row, then padding that is not trained on.
+A row is a sample: one conversation or several, one after the other, then padding that is not trained on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ConversationRows:
     """The conversations of each row."""
     seq_length: int
     filling: int
-    """The token after a row's last."""
+    """The token with which a row is padded."""
     digest: str
     description: str
 
@@ -81,11 +81,11 @@ class ConversationRows:
         return Details(counts[:, 1:].reshape(shape), places.reshape(shape))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise DataError for the first token that a model of this vocabulary has no row for."""
+        """Raise DataError (PP-E406) naming the conversation of the first token that the vocabulary lacks."""
         self.conversations.check_vocabulary(vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
-        """Hold out the last rows; raises DataError if none is left to train on."""
+        """(rows to train on; rows held out, the last ones). Raises DataError if none is left to train on."""
         number = self.num_samples(seq_length)
         kept = number - held_out_samples(number, fraction, self.description)
         return self._part(0, kept, "trained on"), self._part(kept, number, "held out")
@@ -106,8 +106,8 @@ class ConversationRows:
 
 
 def make_rows(encoded: Sequence[Learned], description: str, data: DataConfig, tokenizer: Tokenizer) -> ConversationRows:
-    """Rows of `encoded`, several to a row if packed. Raises DataError: PP-E421 naming conversations that are longer
-    than a row, PP-E422 if nothing is learned."""
+    """Rows of the conversations `encoded`, several to a row if `data.pack`; leaves out those without a learned token.
+    Raises DataError: PP-E421 naming those longer than a row if they are refused, PP-E422 if nothing is learned."""
     seq_length, filling = data.seq_length, tokenizer.eos or 0
     longest = seq_length + 1
     if data.too_long == REFUSE:
@@ -146,7 +146,7 @@ def make_rows(encoded: Sequence[Learned], description: str, data: DataConfig, to
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     """The numbers of the conversations in each row of at most `room` tokens: best fit, the longest first, of equal
-    lengths the earlier. Rows hold conversations in order, and are in the order of their first ones."""
+    lengths the earlier. Each row has its conversations in order; rows are in the order of their first conversations."""
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # (room left, row), in order
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
@@ -169,8 +169,8 @@ def _refuse_long(encoded: Sequence[Learned], longest: int, seq_length: int) -> N
     most = max(len(one.tokens) for one in long)
     message = (
         f"{len(long):,} of {len(encoded):,} conversations are longer than a row of data.seq_length={seq_length}; the "
-        f"longest has {most:,} tokens, and a row takes {longest:,} with its last label. data.too_long=cut keeps their "
-        "beginnings, data.too_long=leave_out the others"
+        f"longest has {most:,} tokens, but a row takes {longest:,} with its last label. data.too_long=cut keeps their "
+        "beginnings, data.too_long=leave_out leaves them out"
     )
     places = "\n".join([one.place for one in long[:5]] + ([f"and {len(long) - 5:,} more"] if len(long) > 5 else []))
     raise DataError(Problem("PP-E421", message, f"data.seq_length={most - 1}", places))

@@ -64,8 +64,8 @@ class _Text(NamedTuple):
 def encode_conversations(
     files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, progress: Progress = lambda size: None
 ) -> Iterator[Learned]:
-    """Every line or row of `files` in order: messages, rendered by the template, or without a template a prompt and its
-    completion. `progress` is as in `documents`. Raises DataError as `encoded` does."""
+    """Yield every line or row of `files` in order, encoded: messages that the template renders, or without a template a
+    prompt and its completion. `progress` is as in `documents`. Raises DataError as `encoded` does."""
     keys = ("prompt", "completion") if template is None else ("messages", "conversations", "tools")
     texts = (_text_of(line, template) for line in lines(files, progress, keys))
     return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
@@ -150,8 +150,8 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
         return Problem("PP-E420", message, "data.chat_template=FILE.jinja", line.place)
     if learned is None:
         message = (
-            f"the chat template at {template.place} writes earlier turns otherwise when others follow, so that nobody "
-            "can tell which of its words are the assistant's"
+            f"the chat template at {template.place} writes earlier turns differently when others follow, so that "
+            "nobody can tell which of the text is the assistant's"
         )
         remedy = "data.chat_template=FILE.jinja, a copy with {% generation %} … {% endgeneration %} around the answers"
         return Problem("PP-E420", message, remedy, line.place)
@@ -168,7 +168,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
-    """Whether a message has content: templates would write null as "None". Calls of tools may have null content."""
+    """Whether a message has content: templates would write null as "None". Only calls of tools may have none."""
     content = message.get("content")
     if content is None:
         return not message.keys() <= {"role", "content", "name"}

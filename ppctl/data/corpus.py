@@ -22,11 +22,11 @@ from ppctl.errors import DataError, Problem
 WHOLE = 256 * 1024 * 1024
 """Bytes of tokens up to which a mapped file is read through before training, for its digest and its largest token."""
 _PAGES, _PAGE = 256, 4096
-"""For a larger file: this many pages of this many bytes, evenly spread."""
+"""Of a larger file the digest takes this many pages of this many bytes, evenly spread."""
 
 
 class Details(NamedTuple):
-    """Counted labels and places of samples' tokens, where marks in the tokens do not show them."""
+    """Which labels of samples count, and each token's place in its document, if no marks in the tokens show this."""
 
     counts: npt.NDArray[np.bool_]
     """[..., s]: which labels count."""
@@ -51,12 +51,12 @@ class Corpus:
     def num_samples(self, seq_length: int) -> int:
         """The number of samples of seq_length tokens and their labels. Raises DataError if there is none. Sample i is
         tokens[i * seq_length : (i + 1) * seq_length + 1], whose last token is the next sample's first; a shorter tail
-        is not."""
+        is left out."""
         number = (len(self.tokens) - 1) // seq_length
         if number < 1:
             tokens, needed = len(self.tokens), f"{seq_length + 1} (its inputs and the label of the last)"
             message = (
-                f"the data is too short: {tokens} tokens, and a sample of data.seq_length={seq_length} needs {needed}"
+                f"the data is too short: {tokens} tokens, but a sample of data.seq_length={seq_length} needs {needed}"
             )
             remedy = f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY
             raise DataError(Problem("PP-E404", message, remedy, self.description))
@@ -73,12 +73,12 @@ class Corpus:
         return None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise DataError naming the document of the first token, in WHOLE bytes, that the vocabulary lacks."""
+        """Raise DataError naming the document of the first token that the vocabulary lacks in the first WHOLE bytes."""
         tokens = self.tokens[: WHOLE // self.tokens.dtype.itemsize]
         refuse_beyond(tokens, vocab_size, lambda at: f"{self.place_of(at)} (token {at:,} of its data)")
 
     def holds(self, token: int) -> bool:
-        """Whether `token` is among the first WHOLE bytes."""
+        """Whether `token` is among the tokens of the first WHOLE bytes."""
         return bool((self.tokens[: WHOLE // self.tokens.dtype.itemsize] == token).any())
 
     def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
@@ -160,7 +160,7 @@ def _mapped(prefix: str) -> Corpus:
 
 
 def _digest(prefix: str, tokens: Tokens) -> str:
-    """Return the digest of a mapped file: of its tokens, or for too many of the index, the size and some pages."""
+    """Return the digest of a mapped file's tokens, or beyond WHOLE bytes of its index, its size and some pages."""
     if tokens.nbytes <= WHOLE:
         return hashlib.sha256(tokens.data).hexdigest()
     with open(idx_path(prefix), "rb") as stream:
@@ -173,12 +173,12 @@ def _digest(prefix: str, tokens: Tokens) -> str:
 
 
 def refuse_beyond(tokens: Tokens, vocab_size: int, place_of: Callable[[int], str]) -> None:
-    """Raise DataError (PP-E406) for the first of `tokens` of `vocab_size` or more, at the place that `place_of`
-    gives."""
+    """Raise DataError (PP-E406) for the first of `tokens` that is negative or not below `vocab_size`; `place_of` names
+    its place."""
     if not len(tokens) or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return
     at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
     largest = int(tokens.max())
     remedy = f"model.vocab_size={-(-(largest + 1) // 64) * 64}" if largest >= vocab_size else READ_LIBRARY
-    message = f"the data holds token {int(tokens[at])}, and model.vocab_size={vocab_size} ends at {vocab_size - 1}"
+    message = f"the data holds token {int(tokens[at])}, but model.vocab_size={vocab_size} ends at {vocab_size - 1}"
     raise DataError(Problem("PP-E406", message, remedy, place=place_of(at)))

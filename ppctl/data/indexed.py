@@ -49,7 +49,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def as_prefix(path: str) -> str | None:
-    """The prefix that `path` means, itself or with one of its two files' endings; None if neither file is there."""
+    """The prefix that `path` is, or that it becomes without .bin or .idx; None if neither file is there."""
     expanded = os.path.expanduser(path)
     bare = expanded[:-4] if expanded.endswith((".bin", ".idx")) else expanded
     return bare if bin_path(bare).exists() or idx_path(bare).exists() else None
@@ -110,14 +110,14 @@ def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
         raise _broken(idx, "it does not begin with MMIDIDX, as an index does")
     _, version, code, sequences, boundaries = HEADER.unpack(head)
     if version != VERSION:
-        raise _broken(idx, f"it has version {version}, and only {VERSION} is supported")
+        raise _broken(idx, f"it has version {version}, but only {VERSION} is supported")
     if code not in CODES:
         raise _broken(idx, f"its type code {code} is not a token type; these are: {', '.join(map(str, CODES))}")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     if size != expected:
         also = "; multimodal data, with a mode for each sequence, is not read" if size == expected + sequences else ""
         what = f"{sequences:,} sequences and {boundaries:,} boundaries"
-        raise _broken(idx, f"it has {size:,} bytes, and {what} make {expected:,}{also}")
+        raise _broken(idx, f"it has {size:,} bytes, but {what} make {expected:,}{also}")
     dtype = np.dtype(CODES[code])
     at = HEADER.size
     lengths = _map(idx, "<i4", at, sequences)
@@ -133,7 +133,7 @@ def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
         raise _broken(idx, f"its documents do not lead from sequence 0 to the end of its {sequences:,} sequences")
     size, total = bin_.stat().st_size, int(ends[-1]) * dtype.itemsize if sequences else 0
     if size != total:
-        raise _broken(bin_, f"it has {size:,} bytes, and {idx.name} says {total:,}")
+        raise _broken(bin_, f"it has {size:,} bytes, but {idx.name} says {total:,}")
     return Indexed(prefix, _map(bin_, dtype, 0, size // dtype.itemsize), lengths, documents)
 
 
@@ -158,8 +158,8 @@ _LONGEST = 2**31 - 1
 
 class IndexedWriter:
     """Takes documents in order; both files get their names when the `with` block ends, the .idx last, since a .bin
-    without an .idx is not read. Until then they are called `PREFIX.<random>.tmp`; an exception removes them. Raises
-    DataError (PP-E413) if a file of that name exists, unless `overwrite`."""
+    without an .idx is not read. Until then they are `.PREFIX.<random>.bin.tmp` and `.idx.tmp`; an exception removes
+    them. Raises DataError (PP-E413) if one of the files exists already, unless `overwrite`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], *, overwrite: bool = False) -> None:
         self.prefix = prefix
@@ -192,10 +192,10 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: Tokens, end: Sequence[int] = (), place: str = "") -> None:
-        """Append a document and its end marks: one sequence, or none without a token. Raises DataError with `place`."""
+        """Append a document and its end marks as one sequence, none without a token. Raises DataError if too long."""
         size = len(tokens) + len(end)
         if size > _LONGEST:
-            message = f"a document has {size:,} tokens, and a .idx can say {_LONGEST:,} at most"
+            message = f"a document has {size:,} tokens, but a .idx can say {_LONGEST:,} at most"
             raise DataError(Problem("PP-E413", message, place=place))
         if size:
             for piece in (tokens, end):
@@ -248,7 +248,7 @@ def _sync(stream: Any) -> None:
 
 def _refuse_existing(prefix: Path) -> None:
     if prefix.is_file():
-        message = f"OUT is the last word, and {prefix} is a file that is there: what is written is OUT.bin and OUT.idx"
+        message = f"the last word must be OUT, for OUT.bin and OUT.idx to be written, but {prefix} is an existing file"
         raise DataError(Problem("PP-E413", message, place="command line"))
     files = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
     if files:

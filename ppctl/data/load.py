@@ -33,9 +33,9 @@ class DocumentEnd(NamedTuple):
     masks_loss: bool = False
     """Whether the label after the end does not count: nothing predicts the next document (eod_mask_loss)."""
     restarts_positions: bool = False
-    """Positions count from 0 in every document (reset_position_ids)."""
+    """Whether positions count from 0 in every document (reset_position_ids)."""
     separates: bool = False
-    """No token attends to another document, nor predicts tokens of one further ahead (reset_attention_mask)."""
+    """Whether no token attends to another document, or predicts tokens of a later one (reset_attention_mask)."""
 
 
 NO_END = DocumentEnd(-1)
@@ -76,8 +76,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
-    """The token that ends a document, and its effects by the config. Raises DataError (PP-E410) if there are effects
-    and the tokenizer names no such token."""
+    """The token that ends a document, and the effects that the config gives it. Raises DataError (PP-E410) if there are
+    effects but the tokenizer names no such token."""
     asked = of_document_ends(data)
     if not asked:
         return NO_END
@@ -94,7 +94,7 @@ def of_document_ends(data: DataConfig) -> list[str]:
 
 
 def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
-    """Return the function that reads one path of `data.path`, as `data.format` says."""
+    """Return the function that reads one path of `data.path`, as `data.format` says. Raises as `open_template`."""
     cache = None if data.cache is None or data.tokenizer == "byte" else Path(data.cache).expanduser()
     if data.cache == "auto" and cache is not None:
         cache = cache_directory() / "tokens"
@@ -110,7 +110,7 @@ def load_conversations(
     """The rows of the files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
     prefix = None if path is None else as_prefix(path)
     if path is None or prefix is not None:
-        message = f"data.format={data.format} reads .jsonl files and tables, and data.path={path} names none"
+        message = f"data.format={data.format} reads .jsonl files and tables, but data.path={path} names none"
         raise DataError(Problem("PP-E418", message, "data.path='chats/*.jsonl'", place=str(bin_path(prefix or ""))))
     files, description = matching(path)
     kept = kept_conversations(files, tokenizer, template, cache)
@@ -121,7 +121,7 @@ def load_conversations(
 
 
 def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | ConversationRows]) -> Blend:
-    """The corpora that a value of `data.path` names, with their proportions."""
+    """The corpora that a value of `data.path` names, with their proportions. Raises DataError with all problems."""
     sources = read_sources(path)
     if not sources:
         return Blend((load(None),))
@@ -131,7 +131,7 @@ def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corp
 
 
 def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loaded, ...]:
-    """Each item loaded. Raises DataError with the problems of all items."""
+    """The result of `load` for each item. Raises DataError with the problems of all items, once all are tried."""
     loaded: list[Loaded] = []
     problems: list[Problem] = []
     for item in items:
@@ -169,7 +169,7 @@ def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
         if isinstance(corpus, Corpus) and data.end != NO_END and not corpus.holds(data.end.token):
             asked = of_document_ends(config.data)
             message = (
-                f"no document ends in the data: it holds no token {data.end.token}, and {' and '.join(asked)} would do "
+                f"no document ends in the data: it holds no token {data.end.token}, so {' and '.join(asked)} would do "
                 "nothing; `ppctl data tokenize --append-eod` writes one after every document"
             )
             yield Problem("PP-E416", message, " ".join(f"{key}=false" for key in asked), corpus.description)

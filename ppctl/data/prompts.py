@@ -22,15 +22,15 @@ class Prompt(NamedTuple):
 def make_prompt(
     text: str,
     tokenizer: Tokenizer,
-    words: int | None,
+    vocabulary: int | None,
     template: ChatTemplate | None = None,
     system: str | None = None,
 ) -> Prompt:
-    """The prompt of a text; with a `template` of a user's message, after a `system` message if given. `words` is the
-    size of the vocabulary if it is known. Raises DataError: PP-E420 for messages that the template refuses, PP-E560 for
-    a prompt that cannot be continued."""
+    """The prompt of `text`; with a `template`, of `text` as a user's message, after a `system` message if given.
+    `vocabulary` is the model's number of tokens, if it is known. Raises DataError: PP-E420 for messages that the
+    template refuses, PP-E560 for a prompt that cannot be continued."""
     said = {"system": system, "user": text}
-    messages = [{"role": role, "content": words} for role, words in said.items() if words is not None]
+    messages = [{"role": role, "content": content} for role, content in said.items() if content is not None]
     try:
         text = text if template is None else template.render(messages, prompt=True)[0]
         tokens = tokenizer.encode_pieces([text], around=template is None)[0].ids.tolist()
@@ -42,8 +42,9 @@ def make_prompt(
     tokens = tokens or ([] if tokenizer.eos is None else [tokenizer.eos])
     if not tokens:
         raise _refused("is empty, and the tokenizer has no token to begin with", text)
-    if words is not None and max(tokens) >= words:
-        raise _refused(f"has the token {max(tokens)}, and the model {words} words: another tokenizer's", text)
+    if vocabulary is not None and max(tokens) >= vocabulary:
+        why = f"has token {max(tokens)}, but the model has only {vocabulary} tokens: it has another tokenizer"
+        raise _refused(why, text)
     return Prompt(text, tokens)
 
 

@@ -1,7 +1,7 @@
 """`python -m ppctl.data.rendering`: renders conversations with one chat template, within limits of time and memory.
 
-A template is a foreign program: it may never end, or fill the memory with one operation. In a process of its own it
-ends nothing else. The environment is that of transformers' `apply_chat_template`, whose import imports torch.
+A template is a foreign program: it may never end, or fill the memory with one operation. In a process of its own it can
+harm nothing else. The environment is that of transformers' `apply_chat_template`, whose import would import torch.
 
 Each line of stdin is a JSON object and gets one on stdout: first the template, then conversations.
 """
@@ -50,7 +50,7 @@ class _Generation(Extension):
 
 
 def main() -> None:
-    """Answer until stdin ends. The kernel ends this process if an answer takes too long."""
+    """Answer each line of stdin until stdin ends. The kernel ends this process if an answer takes too long."""
     asked = json.loads(sys.stdin.readline())
     for limit, most in ((resource.RLIMIT_AS, asked["memory"]), (resource.RLIMIT_FSIZE, 0)):
         with suppress(ValueError, OSError):  # a lower limit is set already

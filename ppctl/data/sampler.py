@@ -42,7 +42,7 @@ def order(seed: int, first: int, count: int, num_samples: int, sample_order: int
 
 
 def draw(seed: int, positions: Ids, num_samples: int, sample_order: int = SAMPLE_ORDER) -> Ids:
-    """Sample ids at any positions of the run, shape of `positions`, each in [0, num_samples)."""
+    """Sample ids at any positions of a run, shape of `positions`, each in [0, num_samples). Raises as `order` does."""
     if num_samples < 1:
         raise ValueError(f"cannot draw from {num_samples} samples")
     words, size = positions.astype(np.uint64), np.uint64(num_samples)
@@ -85,15 +85,15 @@ def _epoch_keys(seed: int, epochs: _Words) -> _Words:
 
 
 def _shuffle(values: _Words, keys: _Words, size: int) -> _Words:
-    """Each value (< size) through its key's permutation of 0 .. size - 1: the ranks of `size` words of its stream. Two
-    words are equal with a probability below 2^-45; the earlier one then comes first."""
+    """Map each value (< size) by its key's permutation of 0 .. size - 1: the order of `size` words of the key's stream.
+    Two words are equal with a probability below 2^-45; the earlier one then comes first."""
     epochs, row = np.unique(keys, return_inverse=True)
     words = _mix(epochs[:, None] + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
     return words.argsort(axis=1, kind="stable")[row.reshape(keys.shape), values].astype(np.uint64)
 
 
 def _permute(values: _Words, keys: _Words, size: int) -> _Words:
-    """Each value (< size) through its key's keyed permutation of 0 .. size - 1, computed without the other values."""
+    """Map each value (< size) by its key's keyed permutation of 0 .. size - 1, computed without the other values."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # two halves of `half` bits hold at least `size` values
     result = _feistel(values, keys, half)
     while (outside := result >= np.uint64(size)).any():

@@ -29,7 +29,7 @@ _MUCH = 4 * 1024 * 1024
 
 
 def standard_library() -> tuple[list[Path], str]:
-    """The source files of the running interpreter's library, in order, and a line that describes them."""
+    """(the source files of Python's own library, in order; a line that describes them). Raises DataError (PP-E405)."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):
@@ -54,7 +54,7 @@ def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]
     if not files:
         raise DataError(_no_match(pattern, expanded, everything, form))
     left_out = len(everything) - len(files)
-    also = f"; {left_out} more matching that are none of {', '.join(READABLE)} were left out" if left_out else ""
+    also = f"; left out, as none of {', '.join(READABLE)}: {left_out} more" if left_out else ""
     return files, f"{form.format(pattern)} ({len(files)} files{also})"
 
 
@@ -63,7 +63,7 @@ def _no_match(pattern: str, expanded: str, not_readable: list[Path], form: str) 
     if os.path.isdir(expanded):
         prefixes = sorted(glob.glob(os.path.join(glob.escape(expanded), "*.idx")))
         inside = pasted(form.format(prefixes[0][:-4] if prefixes else f"{pattern.rstrip('/')}/**/*.txt"))
-        return Problem("PP-E401", f"{named} is a directory; it takes files, by name or glob", remedy=inside)
+        return Problem("PP-E401", f"{named} is a directory; name a file in it, or files by a glob", remedy=inside)
     remedy = READ_LIBRARY if form.startswith("data.") else f"ls {pasted(Path(expanded).absolute().parent)}"
     if not_readable:
         message = f"{named} matches none of {', '.join(READABLE)}; only these are read"
@@ -85,8 +85,8 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and a problem for each that cannot be read: .txt files, and the
-    `text_key` of each row and each line that is not blank. `progress` takes the bytes read since its last call."""
+    """All documents in order, empty ones too: each .txt file, and the `text_key` of each row and of each line that is
+    not blank; a problem for each that cannot be read. `progress` takes the bytes read since its last call."""
     for item in _read_all(files, progress, (text_key,)):
         yield _document(item, text_key) if isinstance(item, Line) else item
 
@@ -104,11 +104,11 @@ class Line(NamedTuple):
 
 
 def lines(files: list[Path], progress: Callable[[int], None], keys: Sequence[str]) -> Iterator[Line | Problem]:
-    """The objects in .jsonl files and tables in order, and a problem for each line or file that cannot be read. From
-    tables only the columns `keys` are read, if there are any."""
+    """The objects in .jsonl files and tables in order, and a problem for each line or file that cannot be read. Of a
+    table only the columns `keys` are read, or all if it has none of these."""
     for item in _read_all(files, progress, keys):
         if isinstance(item, Document):
-            message = f"{item.place} is text, and conversations are read from .jsonl files and tables"
+            message = f"{item.place} is text, but conversations are read from .jsonl files and tables"
             yield Problem("PP-E418", message, "data.format=text", item.place)
         else:
             yield item
@@ -175,7 +175,7 @@ def _meant(value: Mapping[str, Any], text_key: str) -> str:
 
 
 def _merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
-    """Each kind of problem once, with its first five places; not `complete` if reading ended early."""
+    """Each kind of problem once, with its first five places. `complete`: whether everything has been read."""
     kinds: dict[Problem, list[str]] = {}
     for problem in problems:
         kinds.setdefault(replace(problem, place=""), []).append(problem.place or "")

@@ -82,7 +82,7 @@ def _content(cache: Path, files: Sequence[Path]) -> str:
 
 
 def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -> None:
-    """Write the tokens, unless another process has. Raises OSError, and DataError (PP-E402) if files change."""
+    """Write the tokens, or wait until another process has. Raises OSError, and DataError (PP-E402) if files change."""
     home.mkdir(parents=True, exist_ok=True)
     held = lock(home)
     if held == TAKEN:
@@ -119,7 +119,7 @@ def _times(files: Sequence[Path]) -> str:
 
 
 def _told(files: Sequence[Path], home: Path) -> Progress:
-    """A function that reports the progress of tokenizing on stderr: after 2 s, then less and less often."""
+    """Say on stderr that tokenizing begins; returns a function that reports its progress, less and less often."""
     total, done, began = sum(file.stat().st_size for file in files), 0, time.monotonic()
     reported = began
     print(f"note: tokenizing {total:,} bytes once, into {home}", file=sys.stderr, flush=True)

@@ -49,10 +49,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
     """The token that ends a document. Raises DataError if the tokenizer names none."""
     if tokenizer.eos is None:
-        message = f"{needed_by} needs a token that ends a document, and the tokenizer names none"
+        message = f"{needed_by} needs a token that ends a document, but the tokenizer names none"
         remedy = f'name it in its tokenizer_config.json, as "eos_token": {json.dumps(next(iter(tokenizer.marks), ""))}'
         if not tokenizer.marks:
-            message += ", nor has it a special token that could be named"
+            message += " and has no special token that could be named"
             remedy = 'train it again with one: its trainer takes special_tokens=["<|endoftext|>"]'
         raise DataError(Problem("PP-E410", message, remedy, "data.tokenizer"))
     return tokenizer.eos
@@ -112,7 +112,7 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 class HuggingFaceTokenizer:
     """Encodes as the directory's own pipeline does, with the tokens that it puts around every text, such as a bos.
-    `eos` is the `eos_token` of its settings; without one, the only special token with a usual name for it."""
+    `eos` is the `eos_token` of its settings; without one, the only special token with a usual name for an end."""
 
     def __init__(self, library: Library, eos: int | None) -> None:
         library.no_truncation()
@@ -135,7 +135,7 @@ class HuggingFaceTokenizer:
         try:
             library = Library.from_str(read_text(file, MOST_READ_OF_A_MODEL))
         except OSError as error:
-            message = f"data.tokenizer={path}: {error.strerror or error}; it is `byte`, or a directory with a file"
+            message = f"data.tokenizer={path}: {error.strerror or error}; it must be `byte` or a directory with a file"
             raise DataError(
                 Problem("PP-E410", f"{message} tokenizer.json", "data.tokenizer=byte", place=str(file))
             ) from None
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer:
         return pieces
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens; ids beyond the vocabulary have none."""
+        """The text of `ids`, without special tokens and ids beyond the vocabulary."""
         known = [int(token) for token in ids if 0 <= token < self.vocab_size]
         text: str = self._library.decode(known, skip_special_tokens=True)
         return text

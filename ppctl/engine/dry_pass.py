@@ -25,10 +25,10 @@ def dry_pass(
     program: StageProgram, schedule: Schedule, pp_rank: int, mb: int, device: torch.device, *, training: bool = True
 ) -> int:
     """Run one stage's forward of microbatch `mb` on made-up values, and with `training` its backward as in the
-    schedule. Returns the bytes of a GPU that a microbatch keeps from its forward to its backward.
+    schedule. Returns the bytes of the GPU that a microbatch keeps from its forward to its backward.
 
     Inputs have the shapes that the program's specs declare; if shapes may vary, declare usual ones. Parameters receive
-    gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
+    gradients. Raises EngineError, which names the failed action; the original error is its cause.
     """
     is_last, split = program.stage == schedule.placement.num_stages - 1, (program.stage, mb) in schedule.split
     stage = Stage(
@@ -95,8 +95,8 @@ _SMALL = 2**19
 def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -> int:
     """Make the allocator's cache hold `peak` bytes, including those in use; returns how many bytes the device lacks.
 
-    Called after a pass of one microbatch, whose small blocks are needed `in_flight` times. At most half of the rest is
-    taken for fragmentation and for up to `varying` bytes that depend on the data.
+    Call it after a pass of one microbatch, whose small blocks are needed `in_flight` times. At most half of what is
+    still free is taken in addition, for fragmentation and for up to `varying` bytes that depend on the data.
     """
     stats = _stats(device)
     small = in_flight * _unused(stats, "small_pool")
@@ -117,8 +117,8 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
 def _divisible(size: int, stats: Mapping[str, Any]) -> list[int]:
     """The sizes of blocks, together `size` bytes, from which requests of any size can be served.
 
-    If the user's `max_split_size_mb` forbids to divide larger blocks, one divided block would be lost to all but
-    equally large requests.
+    If the user's `max_split_size_mb` forbids dividing larger blocks, one large block would serve only equally large
+    requests.
     """
     most = stats.get("max_split_size", -1) - _ROUNDING
     return [size] if most <= 0 else [*[most] * (size // most), size % most]

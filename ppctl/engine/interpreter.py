@@ -24,7 +24,7 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 _TIMERS = {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send", Op.RECV_F: "forward-recv", Op.RECV_B: "backward-recv"}
 _ALL_COMBINED = "forward-backward-send-forward-backward-recv"
-"""Megatron's timer names for single messages, and for exchanges of several; a send and a receive have a joined name."""
+"""Megatron's timer names for single messages, and for exchanges of several; a send and a receive join their names."""
 
 
 class Engine:
@@ -100,8 +100,8 @@ class Engine:
         self.recorder.end_step()
 
     def leave(self) -> None:
-        """The last list was started: on a device, what the caller enqueues next comes behind its messages. Raises
-        EngineError."""
+        """Call it when the last list was started: on a device, what the caller enqueues next comes behind the list's
+        messages. Raises EngineError."""
         with self._naming():
             self.pace.leave(self._flush)
 
@@ -221,7 +221,7 @@ class Engine:
                 self._incoming[op, number] = end, shelf, stage.inbox if forward else stage.gradient_inbox
 
     def _batch_timer(self) -> str:
-        """The timer's name for the batch that ends with the current action: Megatron's for these messages together."""
+        """The timer's name for the batch that ends with the current action: Megatron's name for all its messages."""
         first = self._index
         while first and self.actions[first - 1].op in MESSAGES:
             first -= 1
@@ -282,12 +282,12 @@ _WAITS = {
     Op.F: (Op.RECV_F, Stage.wait_for_input),
     **dict.fromkeys(INPUT_GRADIENTS, (Op.RECV_B, Stage.wait_for_gradient)),
 }
-"""For an operation the message before it, and the stage's method that waits for the message."""
+"""Operation -> the message before it, and the stage's method that waits for that message."""
 
 
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
     """The handler, with a timer around its send, or around its wait for a message. In a batch the last message waits
-    for all, and is timed under the name of the batch.
+    for all messages, and is timed under the batch's name.
     """
 
     def around(engine: Engine, action: Action) -> None:
@@ -317,19 +317,19 @@ def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: C
     pp_rank, size = (0, 1) if communicator is None else (communicator.pp_rank, communicator.pp)
     place = schedule.placement
     if place.pp != size:
-        message = f"the schedule is for {place.pp} pipeline ranks, the communicator has {size}"
+        message = f"the schedule is for {place.pp} pipeline ranks, but the communicator has {size}"
         raise ScheduleError(Problem("PP-E390", message))
     problems = []
     expected, given = list(place.stages_of(pp_rank)), sorted(program.stage for program in programs)
     if expected != given:
-        message = f"pp_rank {pp_rank} owns the stages {expected}, the programs are for {given}"
+        message = f"pp_rank {pp_rank} owns the stages {expected}, but the programs are for {given}"
         problems.append(Problem("PP-E390", message))
     channels = {place.channel(action) for action in schedule.actions[pp_rank] if action.op in MESSAGES}
     if not schedule.lowered or channels - schedule.capacities.keys():
         message = f"schedule {schedule.name} has no messages, or no capacities for them"
         problems.append(Problem("PP-E391", message, "ppctl.schedule.passes.lower(schedule)"))
     if channels and communicator is not None and communicator.batched and not schedule.batched:
-        message = f"schedule {schedule.name} receives ahead of need, and the communicator sends in batches"
+        message = f"schedule {schedule.name} receives ahead of need, but the communicator sends in batches"
         problems.append(Problem("PP-E393", message, "ppctl.schedule.passes.lower(schedule, batched=True)"))
     if problems:
         raise ScheduleError(problems)
@@ -356,10 +356,10 @@ def run_schedule(
     (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions). The two actions of a pair run
     alternately; they switch where their stages call `ppctl.comm.turns.hand_over`.
 
-    `communicator` is the pipeline's, and may be None for a single rank; it keeps channels and buffers between calls.
+    `communicator` is the pipeline's (None for a single rank); it keeps channels and buffers between calls.
     `deallocate_pipeline_outputs` frees an output once it is delivered; otherwise outputs live until their backward.
-    With `variable_shapes`, or a communicator with variable_seq_lengths, a program's specs only give the number and
-    dtypes of a message's tensors, and shapes may differ between microbatches. `reduce_grad(stage)` is called when a
+    With `variable_shapes`, or a communicator with variable_seq_lengths, a program's specs give only the number and
+    dtypes of a message's tensors; shapes may differ between microbatches. `reduce_grad(stage)` is called when a
     stage's gradients are complete. `recorder` stamps the actions, and must have been made for this rank's list;
     `heartbeat` gets each action's index; `timed(name)` returns a context for each wait for a message: forward-recv,
     forward-send, backward-recv or backward-send, Megatron's names.

@@ -3,12 +3,12 @@
 On a CPU the host computes, and the heartbeat names the host's action. On a GPU the host only enqueues, and without a
 bound it would reach the end of its list while the device is in the first action. Then the heartbeats of all ranks would
 be the same when one device hangs, every message of the step would stay allocated until the host looks at its event, and
-an error of the device would be raised in a later action. So at most `AHEAD` forwards and backwards are enqueued and not
+an error of the device would be raised in a later action. So at most `AHEAD` forwards and backwards are enqueued but not
 finished, and the heartbeat names the device's action: a thread follows the device from event to event, also while the
-host waits for it inside a stage.
+host waits for the device inside a stage.
 
 A pace may follow several lists, one after the other: between them the device is not waited for. `leave` ends the last
-of them; what the host enqueues from then on is no list's, and `settle` does not wait for it.
+list; what the host enqueues from then on belongs to no list, and `settle` does not wait for it.
 
 The bound causes no deadlock: a host that waits for an action of its own list has enqueued everything before that
 action, which is all that a rank in `verify`'s rule of execution has done when it waits there.
@@ -42,7 +42,7 @@ class Heartbeat(Protocol):
 
 
 class HostPace:
-    """The pace if the host computes: the current action is the host's."""
+    """The pace if the host computes: the current action is the one that the host is in."""
 
     __slots__ = ("at", "begin", "ended", "heartbeat", "length")
 
@@ -83,7 +83,7 @@ class HostPace:
 
 
 class DevicePace:
-    """A device computes what the host enqueues, at most `ahead` forwards and backwards later.
+    """The pace if a device computes what the host enqueues, at most `ahead` forwards and backwards later.
 
     Every list ends in `finish`, and the last of several also in `leave` and `settle`; one that fails ends in `abandon`.
     """
@@ -119,14 +119,14 @@ class DevicePace:
         return self._passed == self._made
 
     def enter(self, index: int) -> None:
-        """The host turns to an action, or to the first of a list, which the device may reach later."""
+        """The host turns to an action, which the device may reach later; action 0 begins a list."""
         self._list += not index
         self.at = index
         if self.idle:
             self.heartbeat.enter(index)
 
     def begin(self, index: int) -> None:
-        """The host is about to enqueue a forward or backward, after the wait for its message."""
+        """Wait until the host may enqueue its next forward or backward. Raises the device's error if it has failed."""
         self._free.acquire()
         self._raise_failure()
         self._mark(index, begins=True)
@@ -140,7 +140,7 @@ class DevicePace:
         self._mark(index, begins=False)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """The host has reached the end of its list; the device is still followed, and not waited for."""
+        """The host has reached the end of its list; the device is still followed, but not waited for."""
         self._mark(self.length, begins=False)
 
     def leave(self, flush: Callable[[], None]) -> None:
@@ -149,7 +149,7 @@ class DevicePace:
         self._mark(self.length, begins=False)
 
     def settle(self) -> None:
-        """Return when the device has finished every list; what was enqueued since `leave` is not waited for."""
+        """Return when the device has finished every list, without what followed `leave`; or raise its error."""
         self._marks.put(None)
         assert self._thread is not None  # the thread follows the marks
         self._thread.join()
@@ -157,7 +157,7 @@ class DevicePace:
         self._raise_failure()
 
     def abandon(self) -> None:
-        """The list has failed: the device may never reach the end of its queue, and is not waited for."""
+        """The list has failed: the device, which may never reach the end of its queue, is not waited for."""
         self._marks.put(None)
 
     def _mark(self, index: int, *, begins: bool) -> None:
@@ -190,7 +190,7 @@ class DevicePace:
                 self._passed += 1
 
     def _pass(self, number: int, index: int, event: torch.cuda.Event, *, begins: bool, enters: bool) -> None:
-        """Wait until the device has passed one mark, and move the heartbeat; in the watching thread."""
+        """Wait until the device has passed one mark, and move the heartbeat. Runs in the watching thread."""
         if enters:
             self.heartbeat.enter(index)
         try:

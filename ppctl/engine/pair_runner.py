@@ -1,4 +1,4 @@
-"""A forward and a backward of one rank that advance in turns (`turns`), action by action of a schedule's pairs.
+"""A forward and a backward of one rank, a pair of its schedule, that advance in turns (`comm/turns.py`).
 
 While the exchange of one half is under way, the other half computes.
 """
@@ -32,7 +32,7 @@ def pairs_of(schedule: Schedule, actions: Sequence[Action]) -> dict[Action, Acti
 
 class PairRunner:
     """Runs the halves of a pair, and stamps them: the half that ends first gets the time up to its end, the other half
-    the rest. Their times add up to the pair's."""
+    gets the rest. Both times add up to the pair's time."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder
@@ -41,13 +41,13 @@ class PairRunner:
         """The index of the half that failed, after `run` has raised."""
 
     def run(self, first: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run a forward and a backward as a pair; in the list the forward is at `first`, the backward is next."""
+        """Run a forward, at `first` in the list, and the backward after it as a pair. Raises what a half raises."""
         running = [first, first + 1]
         for index in reversed(running):  # the forward last, which is first to run
             self.recorder.begin(index)
 
         def half(index: int, work: Callable[[], None]) -> Callable[[], None]:
-            """`work` as one of the two halves: its end is recorded, and begins the other half's own time."""
+            """`work` as one of the two halves; its end is recorded, and the time of the other half begins there."""
 
             def run() -> None:
                 try:
@@ -71,7 +71,7 @@ def _refusing_autograd() -> Iterator[None]:
     """Refuse backwards from the caller's thread, in which a pair's forward runs (PP-E784).
 
     On CUDA a device's backwards run one after the other in one thread of autograd's, and there the pair's own backward
-    waits for its turn: the forward would wait for it, and never hand over.
+    waits for its turn: the forward would wait for that backward, and never hand over.
     """
     variable: Any = Variable
     if not isinstance(variable._execution_engine, _Refusing):
@@ -96,7 +96,7 @@ class _Refusing:
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """autograd's `run_backward`; raises TrainingError in a refused thread."""
         if threading.get_ident() in self.threads:
-            message = "this forward calls autograd (backward or grad) itself, and it runs beside a backward"
+            message = "this forward calls autograd (backward or grad) itself, but it runs beside a backward"
             raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))
         return self.engine.run_backward(*args, **kwargs)
 
@@ -105,8 +105,8 @@ class _Refusing:
 
 
 def leave_blas_handle(device: torch.device) -> None:
-    """Make the cuBLAS handle of a pair's thread, in which a replay multiplies, while no message is under way: to make
-    one waits for an idle device. Torch gives a new thread the handles of a thread that has ended, as this one has."""
+    """Make the cuBLAS handle of a pair's thread, in which a replay multiplies, while no message is under way: making
+    it waits for an idle device. Torch gives a new thread the handles of an ended thread, such as the one made here."""
     initialize = _same_state(device)
 
     def take() -> None:
@@ -119,8 +119,8 @@ def leave_blas_handle(device: torch.device) -> None:
 
 
 def _same_state(device: torch.device) -> Callable[[], None]:
-    """A function that gives another thread this thread's state in torch: device and stream, autocast, modes. So kernels
-    of both halves go into one queue, and modes that watch or cast this thread's operations see both halves.
+    """A function that gives the thread that calls it this thread's state in torch: device, stream, autocast, modes. So
+    kernels of both halves go into one queue, and modes that watch or cast this thread's operations see both halves.
     """
     kind = device.type
     stream = torch.cuda.current_stream(device) if kind == "cuda" else None

@@ -1,4 +1,4 @@
-"""When each action ran: stamps without allocation in the steady state, read as spans.
+"""When each action ran: stamps that allocate nothing in the steady state, and are read as spans.
 
 Messages have no spans: waiting for one is outside every span.
 """
@@ -50,7 +50,7 @@ class Recorder:
         self._stamped = [index for index, action in enumerate(self.actions) if action.op not in MESSAGES]
         stamped = [self.actions[index] for index in self._stamped]
         self._keys = [(op is Op.F, stage) if op in COMPUTE else None for op, stage, _ in stamped]
-        """For each stamped action (forward, stage), as which its time counts; None if it does not compute."""
+        """For each stamped action, (whether it is a forward, its stage), or None if it does not compute."""
         self._counts = Counter((op is Op.F, stage) for op, stage, _ in stamped if op in PASSED_ON)
         self._starts = [0.0] * len(self.actions)
         self._ends = [0.0] * len(self.actions)
@@ -70,7 +70,7 @@ class Recorder:
         """The step is over."""
 
     def stamps(self) -> list[tuple[int, float, float]]:
-        """(index, start, end) of the actions of the last step that can be read, on the common clock."""
+        """(index, start, end) of each stamped action in the last step that can be read, on the common clock."""
         shift = self.clock_offset
         return [(index, self._starts[index] + shift, self._ends[index] + shift) for index in self._stamped]
 
@@ -104,9 +104,9 @@ class Recorder:
 class CudaRecorder(Recorder):
     """Stamps with CUDA events on the current stream, and reads a step's events at the end of the next step.
 
-    Never synchronises the device: a step whose events the device has not passed by then is never read. Two sets of
-    events take turns; each step's origin is placed on the host's clock by its distance to the previously read origin,
-    so that the float milliseconds of `elapsed_time` never grow large.
+    Only the constructor waits for the device: a step whose events the device has not passed by then is never read. Two
+    sets of events take turns; each step's origin is placed on the host's clock by its distance to the previously read
+    origin, so that the float milliseconds of `elapsed_time` never grow large.
     """
 
     def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:

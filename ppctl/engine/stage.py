@@ -2,7 +2,7 @@
 
 From the F of a microbatch to the end of its B exactly its input is kept, and what autograd saved. Of an output only the
 gradient edge in the graph is kept; the tensor is free as soon as its message is delivered. If the backward is split,
-all this ends with the I; from there to the W the operands of weight gradients are kept.
+all this is kept to the end of the I, and the operands of weight gradients from there to the W.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Stage:
             self.gradient_inbox[mb].wait()
 
     def forward(self, mb: int) -> None:
-        """Run the program on a microbatch and send its output."""
+        """Run the program on a microbatch and hand on its output. Raises TrainingError (PP-E712, PP-E714) if wrong."""
         arrival = None if self.is_first else self.inbox.pop(mb)
         if not self.training:
             self._forward_only(mb, arrival)
@@ -154,10 +154,10 @@ class Stage:
             self.outbox[mb] = tuple(t.detach().contiguous() for t in outputs)
 
     def backward(self, mb: int) -> None:
-        """Run a microbatch's backward: send the gradient of its input, accumulate weight gradients, and free its state.
+        """Run a microbatch's backward: hand back its input's gradient, accumulate weight gradients, and free its state.
 
-        If the backward is split this is the I: deferred weight gradients are left to `weight_gradients`.
-        """
+        If the backward is split this is the I: deferred weight gradients are left to `weight_gradients`. Raises
+        TrainingError (PP-E713) if the input gets no gradient."""
         arrival, leaves, edges, outputs, deferred = self._live.pop(mb)
         gradient = None if self.is_last else self.gradient_inbox.pop(mb)
         seeds = (torch.ones_like(outputs[0]),) if gradient is None else gradient.message
@@ -202,7 +202,7 @@ class Stage:
         return collect(deferred, backward=backward)
 
     def _hand_back(self, mb: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Give the inputs' gradients to the previous stage here, or to the outbox. Raises if one is missing."""
+        """Give the inputs' gradients to the previous stage here, or to the outbox. Raises PP-E713 if one is missing."""
         message = tuple(g.contiguous() for g in gradients if g is not None)
         if len(message) < len(gradients):
             raise no_gradient(self.program.stage, mb)
@@ -222,8 +222,8 @@ def refuse_other_outputs(stage: int, mb: int, outputs: object, sends: MessageSpe
     """Raise TrainingError (PP-E712) for outputs whose number, shapes or dtypes are not those of `sends`."""
     if _is_message(outputs) and sends.fits(outputs):
         return
-    message = f"stage {stage} put {_describe(outputs)} on its edge to stage {stage + 1}, in microbatch {mb}; "
-    message += f"the plan says {sends}"
+    message = f"stage {stage} put {_describe(outputs)} on its edge to stage {stage + 1}, in microbatch {mb}, "
+    message += f"but the plan says {sends}"
     raise TrainingError(Problem("PP-E712", message, "return what the edge's spec says, or correct the spec"))
 
 
@@ -237,7 +237,7 @@ def refuse_other_loss(stage: int, mb: int, outputs: object) -> None:
 
 
 def no_gradient(stage: int, mb: int) -> TrainingError:
-    """The error of a stage that has made no gradient of its input."""
+    """The error (PP-E713) of a stage that has made no gradient of its input."""
     message = f"stage {stage} has no gradient for its input in microbatch {mb}: "
     message += "its output does not depend on all that it received"
     remedy = "let the stage's output depend on its input (a detach or a no_grad inside is the usual cause)"

@@ -20,7 +20,7 @@ _OURS = {"r": "rank", "target_modules": "targets", "lora_alpha": "alpha", "layer
 _OURS |= {"lora_dropout": "dropout"}
 """peft's names -> ours."""
 _OTHERS = {name: f"its name here is {ours}" for name, ours in _OURS.items()} | {
-    "target_parameters": "tensors that are no module's weight have none here",
+    "target_parameters": "only weights of modules have adapters here",
     "use_dora": "adapters have no magnitudes here",
     "use_rslora": "adapters are scaled by alpha / rank here",
     "rank_pattern": "all adapters have one rank here",
@@ -28,7 +28,7 @@ _OTHERS = {name: f"its name here is {ours}" for name, ours in _OURS.items()} | {
     "exclude_modules": "targets are named one by one here",
     "init_lora_weights": "adapters start as peft's gaussian",
 }
-"""Other settings of peft's -> why they are fixed here."""
+"""peft's other settings -> why they are fixed here."""
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
@@ -40,7 +40,7 @@ _EXAMPLES |= {"modules_to_save": "[lm_head]", "bias": "none"}
 
 
 class WrongAdapters(ValueError):
-    """Refuses a value of `model.lora`; `remedy` has the words to type in its place."""
+    """Refuses a value of `model.lora`; `remedy` has the words to type instead."""
 
     def __init__(self, message: str, **values: str) -> None:
         super().__init__(message)
@@ -54,9 +54,9 @@ def read_adapters(given: Mapping[str, Any]) -> Adapters:
         raise _wrong("bias", f"bias={bias} is refused, because biases are frozen: model.lora.bias=none")
     unknown = [name for name in lora if name not in _EXAMPLES]
     if unknown:
-        known = [f"{name} of peft's ({_OTHERS[name]})" if name in _OTHERS else name for name in unknown]
+        known = [f"peft's {name} ({_OTHERS[name]})" if name in _OTHERS else name for name in unknown]
         ours = {_OURS[name]: lora[name] for name in unknown if name in _OURS and _OURS[name] not in lora}
-        message = f"it has {', '.join(_EXAMPLES)}, and nothing called {', '.join(known)}"
+        message = f"it has {', '.join(_EXAMPLES)}, but nothing called {', '.join(known)}"
         raise WrongAdapters(message, **dict.fromkeys(unknown, "null"), **ours)
     missing = [name for name in ("rank", "targets") if not lora.get(name)]
     if missing:
@@ -88,14 +88,14 @@ def _words(text: str) -> list[str]:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """The indexes of layers in `[0,4-7]`: from 0, and ranges with both ends. Raises WrongAdapters."""
+    """The indexes of layers in a text such as `[0,4-7]`, where a range includes both ends. Raises WrongAdapters."""
     chosen: set[int] = set()
     for word in _words(text):
         match = _RANGE.fullmatch(word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < MOST_STAGES:
-            what = f"{word} is none" if word else "one is empty" if text.strip("[] ") else "there is none in it"
-            raise _wrong("layers", f"layers={text}: decoder layers are named from 0 on, as [0,4-7]; {what}")
+            what = f"{word} is no layer" if word else "one entry is empty" if text.strip("[] ") else "none is named"
+            raise _wrong("layers", f"layers={text}: decoder layers are named from 0 on, as [0,4-7], but {what}")
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
 
@@ -111,13 +111,13 @@ def _number(name: str, text: str) -> float:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a canonical name names a part of an adapter."""
+    """Whether a canonical name is that of a part of an adapter."""
     return name.endswith((_FIRST, _SECOND))
 
 
 def trained_whole(name: str, adapters: Adapters) -> bool:
-    """Whether the parameter or buffer with this canonical name is in a module of `modules_to_save`, whose path ends
-    with one of these names, letter by letter as in peft."""
+    """Whether the parameter or buffer with this canonical name is in a module whose path ends with one of
+    `modules_to_save`, letter by letter as in peft."""
     around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
     return any(path.endswith(adapters.modules_to_save) for path in around)
 
@@ -133,7 +133,7 @@ def with_adapters(
         for part, start in ((_FIRST, "adapter"), (_SECOND, "zeros")):
             name = row.name.removesuffix(".weight") + part
             if row.name.endswith(".weight") and name in made:
-                parameters.append(Parameter(name, made[name], "matrix", start=start))  # type: ignore[arg-type]  # of Start
+                parameters.append(Parameter(name, made[name], "matrix", start=start))  # type: ignore[arg-type]
     return tuple(parameters)
 
 

@@ -27,7 +27,7 @@ def uses_of_embedding(model: ModelConfig) -> tuple[str, ...]:
 
 
 def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
-    """The rows of a stage, replicas included, each with the number of its layers that have it."""
+    """The rows of a stage, tied copies included, each with how many of the stage's layers have it."""
     held, sizes = tuple(layers), Sizes.of(model)
     kinds = Counter(layer_kinds(model, held))
     counted = [(row, number) for kind, number in kinds.items() for row in kind_parameters(sizes, kind)]
@@ -74,7 +74,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def parameter_of(name: str, model: ModelConfig) -> Parameter:
-    """The row of a canonical name, of one expert or of a stack. Raises LookupError if the model does not have it."""
+    """The row of a canonical name, which may be one expert's or a stack's. Raises LookupError for an unknown name."""
     sizes, foreign = Sizes.of(model), foreign_of(model)
     general = _EXPERT.sub(".experts.{expert}.", name) if foreign is None else name
     decoder = "layers" if foreign is None else foreign.anatomy.layers
@@ -117,5 +117,5 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def stack_of(name: str) -> str:
-    """The stack of one expert's tensor, which has its count of optimizer steps; other names unchanged."""
+    """The stack's name for one expert's tensor, since optimizer steps are counted by stack; other names unchanged."""
     return stack_name(_EXPERT.sub(".experts.{expert}.", name)) if _EXPERT.search(name) else name

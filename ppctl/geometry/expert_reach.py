@@ -1,4 +1,4 @@
-"""Over how many parts of the experts a token's experts are spread, and runs of experts that are summed first."""
+"""Over how many equal parts of all experts a token's experts are spread, and which runs of experts are summed first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 
 _RUNS = 8
-"""The number of runs, if the router has no groups and it divides the number of experts."""
+"""The number of runs if the router has no groups and this number divides that of the experts."""
 
 
 class ExpertRuns(NamedTuple):
@@ -31,12 +31,12 @@ def expert_runs(model: ModelConfig) -> ExpertRuns:
 
 
 def reached(model: ModelConfig, parts: int) -> float:
-    """The expected number of parts that hold an expert of a token, if the experts are cut into `parts` equal parts and
-    all choices are equally likely.
+    """The expected number of parts that hold one of a token's experts, if the experts are cut into `parts` equal parts
+    and all choices are equally likely.
 
     A part with s of E experts holds none of K different ones with the probability C(E - s, K) / C(E, K) of the
     hypergeometric distribution (Feller, An Introduction to Probability Theory and Its Applications I, II.6), and
-    expectations add up. If the router is limited to groups, their number is an upper bound.
+    expectations add up. If a token may use only some of the router's groups, their number is an upper bound.
     """
     experts, topk = model.num_moe_experts or 1, model.moe_router_topk
     expected = parts * (1 - comb(experts - experts // parts, topk) / comb(experts, topk))

@@ -1,5 +1,5 @@
-"""A causal language model of transformers as a value: its rows of the table of parameters, its parts, and their costs,
-which are measured on meta tensors.
+"""A transformers causal language model as a value: its rows of the table of parameters, its parts, and the parts'
+costs, which are measured on meta tensors.
 
 A child process describes the model once (`ppctl.foreign.describe`); the config carries the text (`model.transformers`).
 """
@@ -38,7 +38,7 @@ class Growth(NamedTuple):
 
 
 Peak = tuple[Growth, ...]
-"""The moments that may have the most bytes: which of them does depends on the sequences."""
+"""The moments that may have the most bytes; the sequences decide which one has them."""
 
 
 def most(peak: Peak, sequences: int, length: int) -> float:
@@ -80,7 +80,7 @@ class PartCosts(NamedTuple):
     element: int
     """Bytes of a number."""
     above: int
-    """The costs hold for longer sequences than this, for which a window needs a mask."""
+    """The costs hold for sequences longer than this: 0, or the most tokens with which a window needs no mask."""
     tables: tuple[Growth, ...]
     """Bytes of the tables that every forward makes for its layers: masks, cosines and sines, positions."""
     before: Growth
@@ -93,15 +93,15 @@ class PartCosts(NamedTuple):
     """Costs by kind of layer."""
 
     def cost(self, kind: str, structure: int) -> LayerCost | None:
-        """Costs of the embedding, of a decoder layer of this structure, or of the loss without its function."""
+        """Costs of the embedding, a decoder layer of this structure, or the loss without its function; else None."""
         if kind == "decoder":
             return self.layers[structure]
         return {"embedding": self.first, "loss": self.last}.get(kind)
 
 
 def measured_for(measured: Sequence[PartCosts], element: int, length: int) -> PartCosts:
-    """The costs for numbers of `element` bytes and sequences of `length` tokens; for wider numbers than measured in
-    proportion to the widest."""
+    """The costs for numbers of `element` bytes and sequences of `length` tokens. If numbers of this width were not
+    measured, the bytes are those of the widest measured numbers, in proportion to the width."""
     width = element if any(each.element == element for each in measured) else max(each.element for each in measured)
     fitting = sorted((each for each in measured if each.element == width), key=lambda each: each.above)
     chosen: PartCosts = next((each for each in reversed(fitting) if each.above < length), fitting[0])
@@ -138,7 +138,7 @@ class Anatomy:
     tied: bool
     """Whether the head's weight is the embedding's."""
     returned: int
-    """How a layer returns its hidden state: 0 as a tensor, n as the first element of a tuple of n elements."""
+    """How a layer returns its hidden state: 0 for a tensor, n for the first element of a tuple of n elements."""
     early: tuple[str, ...] = ()
     """Modules of `last` that the model lists before its layers."""
     routers: tuple[int, ...] = ()
@@ -196,7 +196,7 @@ class RouterLogits(NamedTuple):
 
 
 class ForeignModel(NamedTuple):
-    """A model of transformers that was proved to run in stages."""
+    """A transformers model that was proved to run in stages."""
 
     config: str
     """The model's config.json with the overrides of `model.hf_overrides`, as JSON."""
@@ -215,9 +215,9 @@ class ForeignModel(NamedTuple):
     measured: tuple[PartCosts, ...]
     """The costs of the parts, by width of numbers and by length."""
     sizes: Mapping[str, Any]
-    """The fields of ModelConfig that the model decides over."""
+    """The fields of ModelConfig that the model determines."""
     active: int
-    """The number of parameters that one token meets: of routed experts only the chosen ones."""
+    """The number of parameters that one token meets; of the routed experts, only the chosen ones count."""
     notes: tuple[str, ...] = ()
     """The differences from transformers' own training, for the plan."""
     adapters: Adapters | None = None
@@ -228,7 +228,7 @@ class ForeignModel(NamedTuple):
     """The number of gradients that the proof compared."""
 
     def routed(self, layers: int) -> int:
-        """How many tensors the routers of the first `layers` layers record; a message after these carries all."""
+        """How many tensors the routers of the first `layers` layers record; a message sent after these carries all."""
         return sum(self.anatomy.routers[:layers])
 
     def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
@@ -277,5 +277,5 @@ def first_trained(text: str) -> int:
 
 
 def foreign_of(model: ModelConfig) -> ForeignModel | None:
-    """The model of transformers that a config has; None if the blocks are ppctl's own."""
+    """The transformers model that a config has; None if the blocks are ppctl's own."""
     return None if model.transformers is None else described(model.transformers)

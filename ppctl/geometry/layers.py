@@ -33,7 +33,7 @@ SMALLEST_OFFLOADED = 2**10
 
 
 def score_rows(heads: int, length: int) -> int:
-    """Queries of each head whose scores attention with dropout has at once; `heads` counts those of all samples."""
+    """How many queries' scores attention with dropout has at once, per head; `heads` counts all samples' heads."""
     return max(1, min(length, SCORES // (heads * length)))
 
 
@@ -58,7 +58,7 @@ class Layer:
                 layer = cls(kind, int(index or 0))
                 if str(layer) == text:
                     return layer
-        raise ValueError(f"{text!r} is no layer: embedding, decoder.N, mtp.N or loss")
+        raise ValueError(f"{text!r} is no layer; layers are embedding, decoder.N, mtp.N and loss")
 
 
 def parse_layers(texts: Iterable[str]) -> tuple[Layer, ...]:
@@ -103,8 +103,8 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
 
 
 def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
-    """How many of these layers have a router with an auxiliary loss; if the model's own code adds one loss over all
-    layers, 1 on the stage with the loss."""
+    """How many of these layers have a router with an auxiliary loss. If a transformers model's code adds one such loss
+    over all layers, 1 on the stage with the loss, else 0."""
     if (foreign := foreign_of(model)) is not None:
         return int(bool(foreign.anatomy.routers) and Layer("loss") in layers)
     balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
@@ -114,7 +114,7 @@ def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
 
 
 def foreign_cost(model: ModelConfig, kind: Kind, element: int, length: int) -> LayerCost | None:
-    """Costs of a layer of transformers in numbers of `element` bytes; None for ppctl's own layers."""
+    """Costs of a transformers model's layer in numbers of `element` bytes; None for ppctl's own layers."""
     foreign = foreign_of(model)
     return None if foreign is None else measured_for(foreign.measured, element, length).cost(kind.name, kind.structure)
 
@@ -130,8 +130,8 @@ def has_backward(model: ModelConfig, layer: Layer) -> bool:
 
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
-    """How ranks that share a sequence exchange it for this layer's attention: MTP layers as the last decoder layer,
-    layers without attention `p2p`. A list of one is for all layers, as with Megatron's flag."""
+    """How ranks that share a sequence exchange it for this layer's attention. MTP layers do as the last decoder layer;
+    layers without attention have `p2p`. A list of one is for all layers, as with Megatron's flag."""
     if layer.kind not in NUMBERED:
         return "p2p"
     listed = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
@@ -139,7 +139,7 @@ def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
 
 
 def mtp_is_moe(model: ModelConfig) -> bool:
-    """Whether MTP's decoder layer has experts, as the model's last layer."""
+    """Whether MTP's decoder layer has experts: it has them if the model's last layer has."""
     return _has_experts(Layer("mtp"), moe_layer_pattern(model))
 
 
@@ -161,9 +161,9 @@ DEFAULT_MODULES = ("core_attn",)
 def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], ...]:
     """Under `full`: the runs of layers that keep only the first layer's input; () if there are none.
 
-    `uniform` makes runs of `recompute_num_layers` (1 by default) out of all decoder layers; `block` takes the first
-    `recompute_num_layers` (all by default), each as a run of its own. An MTP layer is always a run of its own: it has
-    other inputs. `layers` are the stage's, in model order.
+    `uniform` makes runs of `recompute_num_layers` (1 by default) out of all decoder layers; each MTP layer is a run of
+    one, because it has other inputs. `block` takes the first `recompute_num_layers` decoder and MTP layers (all by
+    default), each as a run of one. `layers` are the stage's, in model order.
     """
     if train.recompute_granularity != "full" or not _chosen(train, stage):
         return ()

@@ -44,8 +44,8 @@ def deal(matrices: Sequence[Matrices], ranks: int) -> list[list[int]]:
 
 
 def owned_runs(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, dict[int, range]]:
-    """Name -> rank of a group -> the elements that it owns, of matrices and stacks [number, rows, columns] read flat. A
-    stack's runs follow each other in the order of ranks; a rank that owns nothing is left out."""
+    """Name -> rank of a group -> the elements that the rank owns, numbered in the flattened matrix or stack [number,
+    rows, columns]. A stack's runs follow each other in the order of ranks; a rank that owns nothing is left out."""
     entries = [Matrices(*shape[-2:], *shape[:-2]) for shape in shapes.values()]
     runs: dict[str, dict[int, range]] = {}
     for name, entry, owned in zip(shapes, entries, deal(entries, ranks), strict=True):

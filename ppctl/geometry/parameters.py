@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     shared: int
     experts: int
     positions: int
-    """Rows of the table of learned positions; 0 without one."""
+    """The number of learned positions; 0 if positions are not learned."""
     latent: bool
     q_rank: int | None
     kv_rank: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     router_bias: bool
     tied: bool
     transformers: str | None
-    """The text that describes a model of transformers and has its rows."""
+    """The text that describes a transformers model and has the model's rows."""
 
     @property
     def query_head(self) -> int:
@@ -103,8 +103,8 @@ class Sizes(NamedTuple):
 
 @cache
 def kind_parameters(sizes: Sizes, kind: Kind) -> tuple[Parameter, ...]:
-    """The rows of one layer, in canonical order; for a loss the output, without the final norm. Rows of a model of
-    transformers are in its description; its final norm is the loss layer's."""
+    """The rows of one layer, in canonical order; for a loss those of the output, without the final norm. A transformers
+    model's rows come from its description, in which the final norm is the loss layer's."""
     if sizes.transformers is not None:
         return described(sizes.transformers).rows(kind.name, kind.structure)
     if kind.name == "decoder":
@@ -122,7 +122,7 @@ def final_norm(sizes: Sizes) -> tuple[Parameter, ...]:
 
 @cache
 def mtp_embedding(sizes: Sizes) -> Parameter:
-    """The copy of the embedding on a stage with MTP modules: one for all of them."""
+    """The copy of the embedding on a stage with MTP modules, which share it."""
     (table,) = (row for row in _embedding(sizes) if row.name == EMBEDDING)
     return table._replace(name=MTP_EMBEDDING, copy_of=EMBEDDING)
 

@@ -12,19 +12,19 @@ from typing import Literal, NamedTuple
 
 Role = Literal["matrix", "expert", "router", "other", "embedding", "norm", "bias", "correction"]
 """matrix: of a product with activations; expert: a matrix of a routed expert; router: scores of experts; other: a
-weight of transformers' models that decays as matrices do but is no matrix of a hidden layer, as a head's, a
-convolution's filters or rates of decay; bias: added to a product or a norm; correction: a bias that balances a router,
+weight of transformers models that decays as matrices do but is no matrix of a hidden layer, such as a head's, filters
+of a convolution or rates of decay; bias: added to a product or a norm; correction: a bias that balances a router,
 updated once a step without a gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
 """The gradient that a tensor-parallel rank has after its backward. complete: the whole gradient of its part. tokens:
-under sequence parallelism, the gradient of its own tokens, to be summed over tp. heads: that of its own heads, always
-to be summed over tp; so is a parameter that tp cannot split after all (`units`). none: trained without a gradient."""
+under sequence parallelism, that of the rank's own tokens, to be summed over tp. heads: that of its own heads, always to
+be summed over tp, as also for a parameter that tp cannot split after all (`units`). none: no gradient at all."""
 
 Start = Literal["ones", "zeros", "normal", "residual", "adapter"]
 """normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two
-of these projections to the residual stream (Radford et al. 2019, GPT-2); adapter: with 1 / rank, the number of its rows
-(peft's init_lora_weights="gaussian")."""
+of these projections to the residual stream (Radford et al. 2019, GPT-2); adapter: with 1 over the number of its rows,
+which is the adapter's rank (peft's init_lora_weights="gaussian")."""
 
 Splits = tuple[tuple[str, int], ...]
 """(axis, dim) of every parallel axis that splits a parameter, which is whole on all other axes."""
@@ -44,7 +44,7 @@ class Parameter(NamedTuple):
     """Shape of one expert's parameter; modules stack experts, [experts, *shape]."""
     role: Role
     splits: Splits = ()
-    """The axes that split the parameter; dims are the stack's if there is one, whose dim 0 are the experts."""
+    """The axes that split the parameter; dims are those of the stack if there is one, and its dim 0 is the experts."""
     gradient: Gradient = "complete"
     start: Start = "normal"
     recomputed: str | None = None
@@ -68,7 +68,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether activations are multiplied with the parameter, and it is no use of an embedding."""
+        """Whether activations are multiplied with the parameter; false for uses of an embedding."""
         return self.role in ("matrix", "expert", "router", "other")
 
     @property
@@ -79,17 +79,17 @@ class Parameter(NamedTuple):
     @property
     def hidden_matrix(self) -> bool:
         """Whether Muon updates the parameter: matrices of hidden layers and of experts, not the output's. The last two
-        dims are a matrix's; a dim before counts the experts of transformers' models."""
+        dims are a matrix's; a dim before these counts experts, in transformers models."""
         return self.is_matrix and self.role != "other" and self.name != OUTPUT
 
     @property
     def frozen(self) -> bool:
-        """Whether the parameter is a weight beside adapters, which training does not change."""
+        """Whether training leaves the parameter as it is: a weight beside adapters."""
         return self.gradient == "none" and self.role != "correction"
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split the parameter; `tp/8`: only if tp divides 8 units, `tp:37`: 37 words in uneven runs."""
+        """The axes that split the parameter. `tp/8`: only if tp divides 8 units; `tp:37`: 37 tokens, in uneven runs."""
         if self.units:
             return tuple(f"{axis}/{self.units}" if axis == "tp" else axis for axis, _ in self.splits)
         words = self.name in (EMBEDDING, MTP_EMBEDDING, OUTPUT)
@@ -165,7 +165,7 @@ class Parts(NamedTuple):
         return {axis: dim for axis, dim in row.splits if self.on(axis).size > 1 and row.splits_over(self.on(axis).size)}
 
     def shape(self, row: Parameter) -> tuple[int, ...]:
-        """Return the shape of the part of a parameter that the rank holds."""
+        """The shape of the part of a parameter that the rank holds, the stack of experts included."""
         return tuple(len(run) for run in self.runs(row))
 
     def slices(self, row: Parameter) -> tuple[slice, ...]:

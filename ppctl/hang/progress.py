@@ -27,12 +27,12 @@ _SLOW_DISK = 100 * 2**20
 
 def seconds_to_leave(save: float | None, saved_bytes: int, step: float) -> float:
     """Seconds that a job needs to save and end: two saves, three steps and the margin. `save` and `step` are seconds of
-    the slowest save and step; before the first save, a rank's `saved_bytes` are assumed to go to a slow disk."""
+    the slowest save and step; if `save` is None, a rank's `saved_bytes` are assumed to go to a slow disk."""
     return 2 * (saved_bytes / _SLOW_DISK if save is None else save) + 3 * step + MARGIN
 
 
 def time_to_leave(plan: Plan, records: Sequence[Mapping[str, Any]]) -> float:
-    """`seconds_to_leave` for a run with this plan and these lines of metrics.jsonl; without any, the plan's step."""
+    """`seconds_to_leave` for a run with these lines of metrics.jsonl; without lines, with the plan's step time."""
     save = max((record["save_s"] for record in records if "save_s" in record), default=None)
     saved = max(cost.weight_bytes + cost.optimizer_bytes for cost in plan.pp_ranks)
     step = max((record.get("step_time_s") or 0.0 for record in records[-10:]), default=0.0) or plan.step_time_s
@@ -46,7 +46,7 @@ class Limits:
     start: float
     first_step: float
     step: float | None
-    """None adapts: `TIMES` the slowest step so far, at least `LEAST`, at most `longest`."""
+    """None for a limit that adapts: `TIMES` the slowest step so far, at least `LEAST`, at most `longest`."""
 
     @classmethod
     def of(cls, launch: LaunchConfig) -> Limits:
@@ -61,11 +61,8 @@ class Limits:
 
     @property
     def of_groups(self) -> timedelta:
-        """How long a process group waits for its other ranks before its backend gives up.
-
-        Later than the watch, which names a culprit, and than every rank's alarm, which writes stacks: a backend's error
-        does neither.
-        """
+        """How long a rank waits for the other ranks of a process group before the backend gives up: longer than the
+        watch, which names a culprit, and every rank's alarm, which writes stacks. A backend's error does neither."""
         return timedelta(seconds=self.longest + 2 * GRACE)
 
     @property
@@ -86,7 +83,7 @@ class Progress:
         self._slowest = 0.0
 
     def late(self, states: Sequence[RankState], now: float) -> float | None:
-        """Seconds without progress if they exceed the limit, else None. `now` is on the clock of the states."""
+        """Seconds without progress if they exceed the limit, else None; also does `note`. `now`: the states' clock."""
         self.note(states)
         if not states or all(each.state == "done" for each in states):
             return None
@@ -105,7 +102,7 @@ class Progress:
         return min(self.limits.longest, max(LEAST, TIMES * self._slowest))
 
     def note(self, states: Sequence[RankState]) -> None:
-        """Note when a step begins, and how long the previous one took (without the start-up before the first step)."""
+        """Record when a step begins, and how long the one before took (without the start-up before the first step)."""
         training = [each for each in states if each.state == "training"]
         newest = max((each.step for each in training), default=-1)
         if training and newest != self._step:

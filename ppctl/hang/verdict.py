@@ -19,7 +19,7 @@ _ORDER = (
 
 
 def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence: float) -> list[RankState]:
-    """The states of all ranks; stopped if a host has not published for `silence` seconds before `now` (epoch)."""
+    """The states of all ranks; those of a host that has published nothing since `now - silence` count as stopped."""
     states = []
     for host, record in hosts.items():
         silent = now - float(record.get("time", now)) > silence
@@ -31,7 +31,7 @@ def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The action of one rank, and the rank that it waits for."""
+    """What one rank does, and which rank it waits for."""
 
     state: RankState
     done: Action | None = None
@@ -40,7 +40,7 @@ class Wait:
     beside: Action | None = None
     """The backward paired with the forward `current`, if both are running; else None."""
     needs: Action | None = None
-    """The action of another rank for which it waits."""
+    """The action of rank `on` for which it waits."""
     on: int | None = None
     """The rank for which it waits; None if that is unknown, or if it waits for none."""
     sent: bool = False
@@ -56,11 +56,10 @@ def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
 
 
 def root(rank_waits: Sequence[Wait]) -> Wait | None:
-    """The rank for which all other ranks wait in the end: stopped, or waiting for none, or for a sent message. Of
-    several, a rank within an action (a W for which no rank waits) before ranks that have finished their lists, and of
-    these the rank with the oldest state. A sent message that does not come while both ends wait is lost between them; a
-    sender that computes, or is stopped, may not have delivered it.
-    """
+    """The Wait of the rank for which all others wait in the end; None without ranks. Candidates, best first: stopped
+    ranks, ends of chains of waits, ranks within an action (a W for which no rank waits), ranks that wait for none; of
+    equals the one with the oldest state. A circle of waits ends at the wait for a sent message: both ends wait, so the
+    message is lost between them. (A sender that computes or is stopped may not have delivered it.)"""
     if not rank_waits:
         return None
     by_rank = {wait.state.rank: wait for wait in rank_waits}
@@ -76,7 +75,7 @@ def root(rank_waits: Sequence[Wait]) -> Wait | None:
 
 
 def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
-    """The end of a chain of waits; in a circle the wait for a sent message, else the wait that closes the circle."""
+    """The end of the chain from `wait`; in a circle the wait for a sent message, else the one that closes it."""
     seen: list[Wait] = []
     while wait.on is not None and wait.on in by_rank and wait not in seen:
         seen.append(wait)
@@ -112,7 +111,8 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
 
 
 def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> tuple[str | None, int | None]:
-    """(axis, the rank along it with fewest started exchanges) if these are fewer than `own`'s; else (None, None)."""
+    """(axis, the rank along it that has started fewest exchanges) for the first axis along which a rank has started
+    fewer than `own`; (None, None) if there is no such axis."""
     for axis, started, others in _exchanging(plan, by_rank, own):
         behind = min(others, key=lambda other: (other.exchanges[started], other.rank), default=own)
         if behind.exchanges[started] < own.exchanges[started]:
@@ -123,8 +123,7 @@ def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: Rank
 def _exchanging(
     plan: Plan, by_rank: Mapping[int, RankState], own: RankState
 ) -> Iterator[tuple[str, int, list[RankState]]]:
-    """(axis, its index in `exchanges`, the other ranks along it) for the axes along which `own` has exchanged
-    something."""
+    """(axis, its index in `exchanges`, the other ranks along it) for each axis along which `own` has exchanged."""
     for place, axis in enumerate(EXCHANGING_AXES):
         if own.exchanges[place] and getattr(plan.sizes, axis) > 1:
             group = RankGrid(plan.sizes).group_of(axis, own.rank)
@@ -134,8 +133,7 @@ def _exchanging(
 def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
     """(axis, ranks along it) if all these ranks are in the action of `culprit` and have started the same exchanges.
 
-    If one rank computed, the others would have gone on to the next exchange.
-    """
+    Then no rank computes: if one did, the others would have gone on to the next exchange."""
     own = culprit.state
     if culprit.current is None or culprit.current.op is Op.REDUCE_GRAD or not own.working:
         return None
@@ -171,12 +169,13 @@ def _unreceived_send(
 
 
 def schedule_of(plan: Plan, state: RankState) -> Schedule:
-    """The schedule that a rank runs in a state: of the step's size, if the batch grows."""
+    """The schedule that a rank runs in a state: in training its step's (the batch may grow), else forwards alone."""
     return plan.at_step(state.step).schedule if state.state == "training" else plan.forward_schedule
 
 
 def _need(schedule: Schedule, action: Action) -> Action | None:
-    """The other stage's action for which an action waits: it makes the input, or for a send uses the message."""
+    """The action of another stage for which `action` waits: the one that makes its input or, for a send, uses the
+    message. None if it waits for no other stage."""
     op, stage, mb = action
     last = schedule.placement.num_stages - 1
     if op in (Op.F, Op.RECV_F):
@@ -222,8 +221,8 @@ _ROWS = 32
 
 
 def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -> RankFailure:
-    """The failure of the rank for which all wait, after `still` s without progress before `now`, on the states'
-    clock."""
+    """The failure of the rank for which all wait, after `still` seconds without progress. `now` is on the clock of the
+    states, of which there is at least one."""
     rank_waits = waits(plan, states)
     culprit = root(rank_waits)
     assert culprit is not None  # the caller passes at least one state
@@ -260,7 +259,7 @@ def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
     ranks = (
         f"{len(waiting)} of {len(rank_waits)} ranks wait for this one in the end"
         if waiting
-        else "this rank the longest"
+        else "this rank has stood still the longest"
     )
     ranks += _along(waiting, own.rank)
     beside = f"; it runs {culprit.current} beside {culprit.beside}" if culprit.beside is not None else ""
@@ -268,7 +267,7 @@ def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
 
 
 def _at_once(rank_waits: Sequence[Wait]) -> str:
-    """Which ranks compute and wait for no rank; if several, their devices may wait for messages of each other."""
+    """The message's part on several ranks that compute and wait for no rank: their devices may wait for each other."""
     computing = [str(wait.state.rank) for wait in rank_waits if wait.on is None and wait.current and wait.state.working]
     if len(computing) < 2:
         return ""
@@ -290,14 +289,14 @@ def _along(waiting: Sequence[Wait], rank: int) -> str:
 def _no_exchange(axis: str, ranks: Sequence[int], rank_waits: Sequence[Wait], still: float) -> str:
     states = {wait.state.rank: wait.state for wait in rank_waits}
     all_of = " and ".join(f"{rank}{_on(states[rank])}" for rank in ranks)
-    ends = f"ranks {all_of} have all started the same collective along {axis}, and it does not end"
+    ends = f"ranks {all_of} have all started the same collective along {axis}, but it does not end"
     return f"nothing has moved for {still:.0f} s: {ends}; a connection between two of them may be dead"
 
 
 def _dead_edge(culprit: Wait, sender: RankState, still: float) -> str:
     own = culprit.state
     ends = f"rank {sender.rank}{_on(sender)} does not reach rank {own.rank}{_on(own)}"
-    return f"{ends}: {culprit.needs} was sent and has not come for {still:.0f} s, and both are alive"
+    return f"{ends}: {culprit.needs} was sent but has not come for {still:.0f} s, and both are alive"
 
 
 def _on(state: RankState) -> str:

@@ -68,8 +68,8 @@ class Efficiency(NamedTuple):
 # with NVLink at 400 GB/s both ways (DeepSeek-V3 report, section 3.1). Networks: 200 Gbit/s for A100, 400 Gbit/s for
 # Hopper, B200 and GB200, 800 Gbit/s for B300 and GB300, one card per GPU. Latencies: facts/performance.md, section 5.
 # To the host: PCIe 4.0 with 16 lanes for A100, NVLink-C2C at 900 GB/s both ways for GB200 and GB300.
-# `sustained` is fitted (benchmarks/results-plan-2026-11-26.md): B200 and GB200 keep up less of their rates than B300
-# and GB300 of the same data sheet, and torchtitan's H100 of 96 GB HBM2e, limited to 500 W, less than an H100.
+# `sustained` is fitted (benchmarks/results-plan-2026-11-26.md): B200 and GB200 sustain less of their rates than B300
+# and GB300 of the same data sheet; torchtitan's H100 of 96 GB HBM2e, limited to 500 W, sustains less than an H100.
 _HOPPER = (989.4 * TERA, 1978.9 * TERA)
 _BLACKWELL, _GB = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
 _BOARD, _RACK = (900 * GIGA, 8), (900 * GIGA, 72)
@@ -104,21 +104,20 @@ def preset(name: str) -> Device:
 
 
 def device_called(text: str) -> Device | None:
-    """The preset of the accelerator that a driver calls by this name ("NVIDIA H100 80GB HBM3"); None for others."""
+    """The preset of the accelerator that a driver calls `text` ("NVIDIA H100 80GB HBM3"); None if there is none."""
     words = text.upper().replace("-", " ").split()
     return next((device for device in _GPUS if device.title in words), None)
 
 
 def efficiency_of(device: Device, stack: str = PPCTL) -> Efficiency:
-    """The efficiencies of a stack's kernels: one set for all GPUs, and the full peak for the CPU, whose rates are
-    measured."""
+    """The efficiencies of a stack's kernels: one set for all GPUs, and 1 for the CPU, whose rates are measured."""
     if device.name == _CPU.name:
         return _CPU_EFFICIENCY
     return EFFICIENCY[stack]
 
 
 def whose_prices(device: Device, stack: str) -> str:
-    """A text on the system whose program the seconds are of, and on how well they are known."""
+    """A text that says what the planned seconds are of, and how well they are known."""
     if stack == MEGATRON:
         return "what Megatron-core's kernels and overlaps take, which ppctl does not run; fitted to published steps"
     known = MEASURED.get(device.name, f"no {device.title} has run it")
@@ -130,13 +129,13 @@ MEASURED = {
     "with experts 1.07 times",
     "cpu": "rates of one core of one server",
 }
-"""Facts of steps of ppctl's own, by device."""
+"""What is known of ppctl's own steps, by device."""
 
-# Fitted to published steps: the scores, the memory of fused kernels, and what a kernel costs; products stand at what
-# cuBLAS reaches (all in benchmarks/results-plan-2026-11-26.md). ppctl's memory: its two steps on an H100; its 8-bit
-# products are scaled row by row. Stated: links, and ppctl's dispatch, as NCCL's bus bandwidth; Megatron's dispatch as
-# DeepEP's (41 to 58 GB/s over a card of 50, arXiv 2505.09343); grouped products, and the half of tensor parallelism's
-# collectives that Transformer Engine's overlap leaves.
+# Fitted to published steps: attention, the memory traffic of fused kernels, and the cost of a kernel; products have
+# what cuBLAS reaches (all in benchmarks/results-plan-2026-11-26.md). ppctl's share for memory is from its two steps on
+# an H100; its 8-bit products are scaled row by row. Not fitted: links and ppctl's dispatch (NCCL's bus bandwidth),
+# Megatron's dispatch (DeepEP's: 41 to 58 GB/s over a card of 50, arXiv 2505.09343), grouped products, and the half of
+# tensor parallelism's collectives that Transformer Engine's overlap leaves.
 EFFICIENCY = {
     PPCTL: Efficiency(0.75, 0.60, 0.70, 0.43, 0.32, 0.55, 0.75, 1.0, 0.75, 10e-6),
     MEGATRON: Efficiency(0.75, 0.75, 0.70, 0.43, 0.32, 0.90, 0.75, 0.5, 1.0, 10e-6),

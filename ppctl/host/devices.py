@@ -25,14 +25,14 @@ def why_one_queue_blocks(pp: int, queues: str | None) -> str | None:
 
 
 def machines(nodes: int | None, per_node: int | None, world: int) -> tuple[int, int]:
-    """(machines, ranks on each) of `world` ranks; either number, or both, may be None."""
+    """(machines, ranks on each) for `world` ranks. If one number is None, it follows; if both are, on one machine."""
     if nodes is None:
         nodes = 1 if per_node is None else -(-world // per_node)
     return nodes, -(-world // nodes) if per_node is None else per_node
 
 
 def gpus_needed(ranks: int, *, share: bool) -> int:
-    """How many GPUs a machine must have for its ranks."""
+    """How many GPUs a machine must have for its ranks, which may `share` one."""
     return 1 if share else ranks
 
 
@@ -58,10 +58,10 @@ def nccl_shares_gpus(version: tuple[int, ...] | None, environ: Mapping[str, str]
 def group_backends(kind: str, nccl: tuple[int, ...] | None, environ: Mapping[str, str], *, share: bool) -> str:
     """The backends of process groups whose ranks compute on `kind` (cuda, cpu), as torch names them.
 
-    NCCL refuses two ranks on one GPU unless `nccl_shares_gpus`. Then gloo also carries tensors of the GPU: it copies
-    them through its own pinned memory in every collective that ppctl calls (all_reduce, all_gather, reduce_scatter,
-    all_to_all, broadcast); a pipeline's channels make these copies themselves. All ranks must decide alike, so the
-    answer does not depend on the number of GPUs.
+    NCCL refuses two ranks on one GPU unless `nccl_shares_gpus`. Where it refuses, gloo also carries the GPU's tensors:
+    it copies them through its own pinned memory in every collective that ppctl calls (all_reduce, all_gather,
+    reduce_scatter, all_to_all, broadcast); a pipeline's channels make these copies themselves. All ranks must decide
+    alike, so the answer does not depend on the number of GPUs.
     """
     if kind == "cpu" or (share and not nccl_shares_gpus(nccl, environ)):
         return "gloo"

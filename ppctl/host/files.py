@@ -22,7 +22,7 @@ MOST_READ = 2**24
 MOST_READ_OF_A_MODEL = 2**28
 """The most bytes of a tokenizer, or of the index of a model's files: 256 MiB."""
 ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
-"""Errors of `read_whole` for paths that are no readable file, without faults of the disk."""
+"""Numbers of the errors of `read_whole` for a path that is no readable file; a fault of the disk has others."""
 
 
 def is_file(path: Path | str) -> bool:
@@ -45,7 +45,7 @@ def nearest_there(path: Path) -> Path:
 
 
 def unused(path: Path) -> Path:
-    """`path` if it does not exist, else the first name with a number appended that does not."""
+    """`path` if it does not exist, else the first of `stem-2` to `stem-999` that does not; `path` if all exist."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in range(2, 1000))
     return next((each for each in (path, *numbered) if not os.path.lexists(each)), path)
 
@@ -67,7 +67,7 @@ def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
     """Open a regular file for reading; without `follow` the file must not be a link. Raises OSError with the reason in
-    `strerror`, without waiting also for a pipe or a device."""
+    `strerror`; never waits, so that a pipe or a device is refused at once."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:

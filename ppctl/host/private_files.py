@@ -23,7 +23,7 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.host.processes import boot
 
 NODE_DIRECTORY = "PPCTL_NODE_DIRECTORY"
-"""The variable that names the directory of their start to ranks of ppctl's launcher."""
+"""The variable that tells ranks of ppctl's launcher the directory of their start."""
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -39,7 +39,7 @@ def is_own_name(name: str) -> bool:
 
 
 def _prefix() -> str:
-    """The prefix of the names, which has the machine: machines may share a temporary directory but not its locks."""
+    """The prefix of the names. It has this boot's id: machines may share a temporary directory, but not its locks."""
     return f"ppctl-{os.geteuid()}-{boot()[:8]}-"
 
 
@@ -50,8 +50,8 @@ def _names() -> re.Pattern[str]:
 @contextmanager
 def own_directory(place: Path | None = None) -> Iterator[Path]:
     """A new directory with a random name in `place` (default: the temporary directory), removed at the end. First
-    removes the directories of this user's killed processes in `place`, whose locks are free. Raises ConfigError
-    (PP-E649)."""
+    removes those that killed processes of this user left in `place`: their locks are free. Raises ConfigError (PP-E649)
+    if the directory cannot be made."""
     try:
         place = place or Path(tempfile.gettempdir())
         _sweep(place)
@@ -131,8 +131,7 @@ def _inside(directory: Path) -> Iterator[int]:
 
 
 def _opened(directory: Path, *, tighten: bool = False) -> int:
-    """A descriptor of a directory of this user alone, which `tighten` makes mode 0700. Raises OSError for other
-    directories."""
+    """A descriptor of a directory of this user alone; `tighten` first gives it mode 0700. Raises OSError for others."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _SAFELY)
     except NotADirectoryError:
@@ -179,7 +178,7 @@ def _sweep(place: Path) -> None:
 
 
 def _remove(path: Path, descriptor: int) -> None:
-    """Empty the open directory, whatever has its name now, and remove it."""
+    """Empty the open directory, whatever is at `path` by now, and remove `path` if it is an empty directory."""
     shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
     with suppress(OSError):
         path.rmdir()

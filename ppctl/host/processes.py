@@ -1,5 +1,4 @@
-"""This machine's processes: how they are started, whether they have ended or are stopped; and SIGTERM to this
-process."""
+"""This machine's processes: how they start, and whether they have ended or are stopped; SIGTERM to this one."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def own_share() -> tuple[int, int]:
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """The identity of a process here (None: this process): machine, boot, number and start. exec keeps it."""
+    """The identity of a process on this machine (None: this process), which exec keeps: machine, boot, pid, start."""
     pid = os.getpid() if pid is None else pid
     return {"machine": socket.gethostname(), "boot": boot(), "pid": pid, "started": started(pid)}
 
@@ -49,7 +48,7 @@ def is_gone(process: Mapping[str, Any]) -> bool:
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in clock ticks after the machine; None on a system without /proc."""
+    """When a process started, in clock ticks after the machine's boot; None if it has no entry in /proc."""
     fields = _fields(pid)
     return int(fields[19]) if fields else None
 

@@ -10,6 +10,6 @@
     slurm          SLURM's commands; kubernetes: a cluster's API
     trackers       whether TensorBoard and Weights & Biases can record a run
 
-A job of SLURM's runs `script` (its text: job.sbatch), on every node `enter` and an agent, then `leave`. Under
+A SLURM job runs `script` (its text is job.sbatch): on every node `enter` and an agent, then `leave` once. Under
 Kubernetes each pod of `kubernetes_objects` runs `pod`, which enters and starts an agent.
 """

@@ -37,8 +37,8 @@ _CODE = ("foreign", "geometry", "model", "weight_gradients")
 
 
 def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> str:
-    """The text of `model.transformers`, with the proof and the costs of a model. It comes from a cache by config and
-    versions; else it is made now, which takes 10 to 60 seconds.
+    """The text of `model.transformers` for the model in `directory`, with its proof and its costs. It comes from a
+    cache by config and versions; if it is not there, a child process makes it in 10 to 60 seconds.
 
     Raises ConfigError: PP-E520 without a config.json, PP-E526 without torch or transformers, PP-E527 to PP-E529,
     PP-E550 and PP-E552 for models that cannot be trained like this, PP-E540 to PP-E542 for adapters that do not fit.
@@ -62,7 +62,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
 
 
 def absent(extra: str, place: str = "") -> list[Problem]:
-    """The problem of a library that a model's own code needs and this machine lacks: of `transformers`, or `lora`."""
+    """A problem if this machine lacks libraries of `extra` (`transformers`, `lora`), which a model's own code needs."""
     code, packages, why = _EXTRAS[extra]
     missing = [package for package in packages if find_spec(package) is None]
     if not missing:
@@ -87,16 +87,16 @@ def other_version(model: ModelConfig) -> str | None:
         ours = metadata.version("transformers")
         if foreign is not None and ours != foreign.transformers:
             return (
-                f"the model was proved with transformers {foreign.transformers}, and {ours} is installed: its code may "
-                "compute something else, and nothing has looked at that. `ppctl plan model.from=DIR "
-                "model.implementation=transformers` proves a directory with this version (of a run: `ppctl ckpt export "
-                "--hf RUN DIR`)"
+                f"the model was proved with transformers {foreign.transformers}, but {ours} is installed: its code may "
+                "compute something else, which nothing has checked. `ppctl plan model.from=DIR "
+                "model.implementation=transformers` proves a directory with this version (`ppctl ckpt export --hf RUN "
+                "DIR` makes one of a run)"
             )
     return None
 
 
 def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None) -> dict[str, Any]:
-    """The answer of a child. Raises ConfigError (PP-E528) if it ends without one."""
+    """Have a child process examine the model; returns its answer. Raises ConfigError (PP-E528) if there is none."""
     with own_directory() as temporary:
         answer = temporary / "answer.json"
         command = [*python("ppctl.foreign.describe"), str(directory), str(answer)]
@@ -114,7 +114,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
 
 
 def _watched(command: Sequence[str], environment: Mapping[str, str], directory: Path) -> tuple[list[str], int]:
-    """The lines of a child's stderr, and its exit code. Each line is shown, on a terminal with the elapsed time."""
+    """Run a child; returns (the lines of its stderr, its exit code). Each line is shown; a terminal's time goes on."""
     screen, began, lines = getattr(sys.stderr, "below", sys.stderr), time.monotonic(), ["starting torch"]
     begin, end = ("\r\033[K", "") if screen.isatty() else ("", "\n")
     room = shutil.get_terminal_size().columns - 1 if begin else None

@@ -1,8 +1,8 @@
 """`python -m ppctl.launch.enter RUN --code DIGEST`: the first step of a submitted job, once on every node.
 
-The node must see the run directory, and its ppctl be the one that was submitted (a job may wait for hours, and must not
-run what somebody has edited since). It prints one line on stdout: the node's name, or a problem, with whose exit code
-it exits.
+The node must see the run directory, and its ppctl must be the one that was submitted (a job may wait for hours, and
+must not run what somebody has edited since). It prints one line on stdout: the node's name, or a problem, which also
+gives the exit code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(run: RunDir) -> None:
-    """Begin this start of the job in its run directory. Raises ConfigError (PP-E610): no node is to blame."""
+    """Begin this start of the job in its run directory. Raises ConfigError (PP-E610) if this cannot be written."""
     try:
         run_starts.write_secret(run)
         go_on(run, run_starts.slurm_start() or "")
@@ -61,7 +61,7 @@ def check_node(run: RunDir, code: str = LIVE, remedy: str = "ppctl submit again,
         raise ConfigError(Problem("PP-E623", message, shared, str(run.path)))
     own = package_digest()
     if code not in (LIVE, own):
-        message = f"ppctl's code on {host_name()} is {own}, and {code} was submitted: it has changed since"
+        message = f"ppctl's code on {host_name()} is {own}, but {code} was submitted: it has changed since"
         raise ConfigError(Problem("PP-E624", message, remedy, str(_PACKAGE)))
 
 

@@ -45,7 +45,7 @@ _SHOWN = re.compile(
 
 
 def detect(environ: Mapping[str, str]) -> Started:
-    """Detect who started this process. Raises ConfigError (PP-E606) for incomplete rank variables or no numbers."""
+    """Detect who started this process. Raises ConfigError (PP-E606) if rank variables are incomplete or no numbers."""
     try:
         if all(environ.get(name) for name in _RANK_VARIABLES):
             return _by_variables(environ)
@@ -60,7 +60,7 @@ def detect(environ: Mapping[str, str]) -> Started:
 
 def _incomplete(environ: Mapping[str, str], error: Exception) -> ConfigError:
     given = {name: value for name, value in environ.items() if _SHOWN.fullmatch(name)}
-    message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {given}"
+    message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set: {given}"
     return ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment"))
 
 
@@ -107,8 +107,8 @@ def slurm_rank(environ: Mapping[str, str]) -> Started:
 
 
 def node_place(environ: Mapping[str, str]) -> tuple[int, int, str, int]:
-    """(the index of this node in its job, the number of nodes with spares, address, port) of the rendezvous: for a pod,
-    or for a task of an srun with one task per node. Raises ConfigError (PP-E606)."""
+    """(the index of this node in its job, the number of nodes and spares, the rendezvous' address, its port): for a
+    pod, or for a task of an srun with one task per node. Raises ConfigError (PP-E606)."""
     try:
         if "PET_NODE_RANK" in environ:
             index, nodes, port = (int(environ[f"PET_{name}"]) for name in ("NODE_RANK", "NNODES", "MASTER_PORT"))
@@ -126,7 +126,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_on(per_node: str, node: int) -> int:
-    """The number of tasks on one node, from SLURM's short form: `4(x2),3`."""
+    """The number of tasks on one node, from SLURM's short form, as `4(x2),3`. Raises ValueError for another form."""
     counts: list[int] = []
     for part in per_node.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
@@ -155,8 +155,8 @@ def allocator_variables(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
 
 
 def default_variables() -> dict[str, str]:
-    """Every rank's default variables, which the environment overrides: one thread, a stack on a crash, the
-    allocator's."""
+    """Every rank's default variables, which the environment overrides: one thread, a stack trace on a crash, this
+    user's cache for torch.compile, and those of the allocator."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
     # torch.compile would load libraries from /tmp/torchinductor_USER, which another user may have made.
     with suppress(RuntimeError):  # a user without a home directory

@@ -29,8 +29,8 @@ _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def submit(run: RunDir) -> str:
-    """Submit a run (where it was before, if it was), which goes on from its last checkpoint if it has one; returns the
-    JobSet's name. Raises ConfigError: PP-E660 without a cluster, PP-E661 if it refuses."""
+    """Submit a run, to the cluster where it was before if there is one; it goes on from its last checkpoint, if any.
+    Returns the JobSet's name. Raises ConfigError: PP-E660 without a cluster, PP-E661 if that refuses."""
     launch = Launch(run.read_config(), run.read_plan(), run.commands()[-1])
     code, secret = run.job().get("code") or code_of(launch.config), secret_of(run)
     text = "none" if secret is None else secret.hex()
@@ -63,7 +63,7 @@ def submit_again(run: RunDir, job: JobState) -> None:
 
 
 def state(job: str, cluster: str) -> JobState:
-    """The state of the JobSet `job`. Raises ConfigError."""
+    """The state of the JobSet `job`; an empty one if it does not exist. Raises ConfigError."""
     client, namespace, _ = _place(cluster)
     get = client.CustomObjectsApi().get_namespaced_custom_object
     jobset = _ask("read the JobSet", get, namespace=namespace, name=job, may_be_missing=True, **KIND)
@@ -104,7 +104,7 @@ def cancel(job: str, cluster: str) -> None:
 
 
 def restart(job: str, cluster: str) -> None:
-    """Evict pod 0: all ranks save and stop at one step, and go on when its successor has come. Raises ConfigError."""
+    """Evict pod 0: all ranks save and stop at one step, and go on when a new pod 0 has come. Raises ConfigError."""
     client, namespace, _ = _place(cluster)
     name = _first_pod(client, job, namespace)
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
@@ -124,7 +124,7 @@ def _first_pod(client: Any, job: str, namespace: str) -> str:
     """The name of the newest pod of index 0. Raises ConfigError (PP-E661) if it has not begun."""
     pods = sorted(_pods(client, job, namespace, f",{FIRST_POD}"), key=lambda pod: str(pod.metadata.creation_timestamp))
     if not pods or pods[-1].status.phase == "Pending":
-        message = f"pod 0 of {job} has not begun, and only a run that goes on can save and has a log"
+        message = f"pod 0 of {job} has not begun: there is no log yet, and nothing to save"
         raise ConfigError(Problem("PP-E661", message, f"ppctl status {pasted(job)}", job))
     return str(pods[-1].metadata.name)
 
@@ -135,8 +135,8 @@ def _pods(client: Any, job: str, namespace: str, more: str = "") -> list[Any]:
 
 
 def _place(cluster: str = "") -> tuple[Any, str, str]:
-    """(the client's module, the namespace, `@` with the context): by default of the kubeconfig's current context, or of
-    the cluster around this process. Raises ConfigError (PP-E660) without the package, and without a cluster."""
+    """(the client's module, the namespace, `@` with the context) of `cluster`: if empty, of the kubeconfig's current
+    context or of the cluster around this process. Raises ConfigError (PP-E660) without the package or a cluster."""
     namespace, at, context = cluster.partition("@")
     try:
         from kubernetes import client, config
@@ -169,8 +169,8 @@ def _ask(
     may_exist: bool = False,
     **named: Any,
 ) -> Any:
-    """The cluster's answer to a request; None for an object that does not exist. Asks again for a while if an object
-    still exists that may be being deleted. Raises ConfigError (PP-E661)."""
+    """The cluster's answer to a request; None if the object `may_be_missing` and is. If one is there that `may_exist`,
+    since it is being deleted, asks again for a while. Raises ConfigError (PP-E661)."""
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 

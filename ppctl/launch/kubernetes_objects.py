@@ -1,7 +1,7 @@
 """The objects of a run in a Kubernetes cluster, as plain data: a JobSet, a ConfigMap and a Secret.
 
-    JobSet      a replicated job `node`, Indexed, a pod for each node, all at once; in each pod `ppctl.launch.pod`; and
-                one more, `spare`, of pods that stand by. The JobSet succeeds and fails as `node` does
+    JobSet      an Indexed job `node` with a pod for each node, all at once, each of which runs `ppctl.launch.pod`; and
+                a job `spare` of pods that stand by. The JobSet succeeds and fails as `node` does
     ConfigMap   config.yaml, the plan and the command line, from which pod 0 makes the run directory on the volume
     Secret      the run's secret, by which its ranks know each other
 
@@ -101,7 +101,7 @@ def _jobset(job: KubernetesJob) -> dict[str, Any]:
     metadata = _metadata(job, annotations={"ppctl/run": _run(job)})
     if settings.queue is not None:
         metadata["labels"]["kueue.x-k8s.io/queue-name"] = settings.queue
-    # A job that fails by a rule of its pods stays failed. Else an index has no pod left, or the rendezvous is gone.
+    # A job that fails by a rule of its pods stays failed. The JobSet restarts if pods or the rendezvous are gone.
     settled = {"name": "settled", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     jobs = [("node", _nodes(job, limit)), *[("spare", _spares(job))] * bool(job.config.launch.spares)]
     spec = {
@@ -131,7 +131,7 @@ def _spares(job: KubernetesJob) -> dict[str, Any]:
 
 
 def _indexed(job: KubernetesJob, pods: int, first: int, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A Job's pods; `first` is the number of the run's nodes before them."""
+    """The spec of a Job of `pods` pods; `first` is the number of the run's nodes before them."""
     metadata: dict[str, Any] = {"labels": _labels(job)}
     if job.config.launch.kubernetes.topology:
         metadata["annotations"] = {"kueue.x-k8s.io/podset-required-topology": job.config.launch.kubernetes.topology}
@@ -212,7 +212,7 @@ def _limits(job: KubernetesJob) -> Iterator[tuple[str, str]]:
 
 
 def _environment(job: KubernetesJob) -> Iterator[dict[str, Any]]:
-    """Variables for the place of the pod's agent, as in a TrainJob of Kubeflow's, and for the run's secret."""
+    """Yield the variables that tell a pod's agent its place, as in Kubeflow's TrainJob, and the run's secret."""
     values = {
         "PET_NNODES": _machines(job)[0] + job.config.launch.spares,
         "PET_MASTER_ADDR": f"{_name(job)}-node-0-0.{_name(job)}",

@@ -1,6 +1,6 @@
 """`python -m ppctl.launch.leave RUN --step-code N`: the third step of a submitted job, after its last rank.
 
-The run directory decides how the job ended: srun's exit code is the highest of all ranks', and 0 for a cancelled step.
+The run directory decides how the job ended; srun's exit code is only the highest of all, and 0 for a cancelled step.
 Prints the report, writes status.json and exits with the job's exit code.
 """
 
@@ -53,7 +53,7 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
     lines = [
         f"error PP-E703: the ranks ended (exit code {step_code}) and none of them gave a reason",
         *(f"  rank {state.rank} was {state.state} at step {state.step + 1}" for state in _states(run)[:8]),
-        "  SIGKILL from the kernel (out of memory), a node that went away, or what started them: its lines are in "
+        "  SIGKILL from the kernel (out of memory), a node that went away, or their starter, whose lines are in "
         f"{run.job_log if run.job_log.exists() else 'the log of the pod'}",
         "  more: ppctl explain PP-E703",
     ]

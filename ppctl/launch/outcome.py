@@ -113,7 +113,7 @@ def _text(failure: RankFailure) -> str:
 
 
 def place(run: RunDir, state: RankState | None) -> tuple[int | None, str | None]:
-    """(stage, the rank's activity) from its state and the run's plan; (None, None) without a state."""
+    """(stage, the rank's activity) from the rank's state and the run's plan; (None, None) without a state."""
     if state is None:
         return None, None
     if state.index < 0:
@@ -150,7 +150,7 @@ def report(run: RunDir, found: Sequence[RankFailure], states: Mapping[int, RankS
     if code == SILENT:
         lines += [f"  | {line}" for line in _last_lines(run, first.rank)]
     if code == KILLED:
-        lines.append("  if nobody sent that signal: SIGKILL is often the kernel short of memory (see dmesg)")
+        lines.append("  if nobody sent that signal: the kernel sends SIGKILL when memory is short (see dmesg)")
     if world_size > 1:
         lines.append(f"  {_other_ranks(found[1:], world_size)}")
     return "\n".join([*lines, f"  more: ppctl explain {code}"])
@@ -168,7 +168,7 @@ def _where(run: RunDir, first: RankFailure, state: RankState | None) -> tuple[in
 def _between(run: RunDir, ends: Sequence[int]) -> str:
     hosts = dict(enumerate(run.edges().get("hosts", ())))
     named = [f"rank {rank}" + (f" on {hosts[rank]}" if rank in hosts else "") for rank in ends]
-    return f"the connection from {' to '.join(named)} broke, and no rank had reported a failure before"
+    return f"the connection from {' to '.join(named)} broke before any rank had reported a failure"
 
 
 def _other_ranks(later: Sequence[RankFailure], world_size: int) -> str:

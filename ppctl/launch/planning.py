@@ -35,7 +35,7 @@ def planned(
 
 
 def _with_search(problem: Problem, config: RunConfig, typed: Sequence[str] | Arguments) -> Problem:
-    """`problem`; a search for other sizes comes before a larger device, where that is its only remedy."""
+    """`problem`; if a larger device is its only remedy, with a search for other sizes as the first one."""
     alone = problem.code == MEMORY and problem.remedy.startswith(f"{LIMIT}=")
     if not (alone and isinstance(typed, Arguments) and config.launch.nodes and config.launch.gpus_per_node):
         return problem
@@ -71,7 +71,7 @@ _SHAPES = ("model.", "parallel.")
 
 
 def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
-    """Whether further problems would mislead: the recipe, the model's directory or one of its values is missing."""
+    """Whether further problems would mislead, since the recipe, the model's directory or a size could not be read."""
     unread = {each.place.partition(" ")[0] for each in problems if each.code == "PP-E102"} & text_keys().keys()
     if any(each.code == "PP-E104" for each in problems) or any(
         is_size(key) or key.startswith(_SHAPES) for key in unread
@@ -84,8 +84,8 @@ def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
 def plan_of(
     config: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
-    """(the plan of a composed config, all problems including the known ones). If `before`, the plan of the run's last
-    start, has a searched schedule, this is kept."""
+    """(the plan of a composed config, all problems including the known ones). `before` is the plan of the run's last
+    start, whose schedule is kept if a search found it."""
     try:
         with patience_asked():
             plan = plan_checked(config.config, config.provenance, problems, before=before)
@@ -96,7 +96,7 @@ def plan_of(
 
 @contextmanager
 def patience_asked() -> Iterator[None]:
-    """While entered, note after a second that the plan takes longer."""
+    """While entered, print after a second that planning takes longer, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -37,14 +37,14 @@ from ppctl.records.json_reader import parse
 from ppctl.runs.rundir import RunDir
 
 _PAUSE, _ARRIVAL = 1.0, 60.0
-"""Seconds between checks that pod 0 answers, and before the next meeting; and seconds until a new directory of pod 0's
-is seen here, since NFS caches that it was missing."""
+"""Seconds between checks that pod 0 answers, and before the next meeting; and seconds within which a directory that
+pod 0 has made is seen here, since NFS caches that it was missing."""
 _SHORT, _MOST_SHORT = 60.0, 5
-"""Seconds of an agent that has done nothing, and how many of them in a row: what ends them does not pass here."""
+"""An agent that ends sooner has done nothing; after more of these in a row this pod ends, as the cause stays here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Be this pod's part of the run to its end; returns the pod's exit code."""
+    """Do this pod's part of the run to its end; returns the pod's exit code."""
     parser = argparse.ArgumentParser(prog="python -m ppctl.launch.pod")
     parser.add_argument("run", type=Path)
     parser.add_argument("--code", required=True, help="the digest that was submitted, or live")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PpctlError as error:
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
         return error.exit_code
-    except OSError as error:  # another try may do: the others wait
+    except OSError as error:  # the JobSet makes all pods anew, and another try may succeed
         print(visible(f"note: this pod cannot use the run directory {args.run}: {error}"), file=sys.stderr)
         return GO_ON
 
@@ -78,8 +78,8 @@ class _Pod:
             self._agent.terminate()
 
     def live(self, digest: str) -> int:
-        """Run agents until the run is over or this pod has to go; returns the exit code, GO_ON if the JobSet is to
-        restart. Raises PpctlError."""
+        """Run agents until the run is over or this pod has to go; returns the exit code, which is GO_ON if the JobSet
+        must restart. Raises PpctlError."""
         short = 0
         while self._can_meet():
             if self._is_finished:
@@ -123,7 +123,7 @@ class _Pod:
         """Run this host's agent to its end; returns its exit code."""
         variables = os.environ | {"PET_NODE_RANK": str(self.index)}
         self._agent = subprocess.Popen([*python("ppctl.agent"), "--submitted", str(self.run.path)], env=variables)
-        if self.told_to_go:  # meanwhile
+        if self.told_to_go:  # while it started
             self.go()
         # As the first process of a container it must reap the children of dead ranks.
         with suppress(ChildProcessError):

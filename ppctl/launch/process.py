@@ -24,7 +24,7 @@ LAST_LINES = 2.0
 
 
 def become_worker(started: Started, *arguments: str, environment: Mapping[str, str] | None = None) -> NoReturn:
-    """Replace this process by `python -m ppctl.rank.worker` with `arguments`, with the same rank.
+    """Replace this process by `python -m ppctl.rank.worker` with `arguments` and the same rank.
 
     The arguments are `--publish DIR`, `--join` or `--refuse CODE`; `environment` is `launch.env`. SIGTERM and SIGUSR1,
     which mean "save and leave", stay blocked until the worker handles them, so that none is lost.
@@ -42,7 +42,7 @@ def become_worker(started: Started, *arguments: str, environment: Mapping[str, s
 
 def _parent_death_signal() -> Callable[[], None]:
     """A function that asks the kernel to kill the calling process when its parent dies (Linux only; survives exec). The
-    C library is loaded before: between fork and exec this is not safe."""
+    C library is loaded here, since between fork and exec that is not safe."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def arrange() -> None:
@@ -74,7 +74,7 @@ def _before_exec(waits: bool) -> Callable[[], None]:
 
 
 class RankProcess:
-    """A started rank in a session of its own. Start all ranks before any thread: the child runs Python before exec."""
+    """A started rank in a session of its own. Start all ranks before any thread: a child runs Python before exec."""
 
     _waits = False
 
@@ -83,7 +83,7 @@ class RankProcess:
     ) -> None:
         self.rank = rank
         self.returncode: int | None = None
-        """The rank's exit code, for a signal its negative number; None while the rank runs."""
+        """The rank's exit code, negative for a signal; None until `poll` has seen the rank's end."""
         with open(log, "ab") as file:
             self._popen = subprocess.Popen(
                 list(command),
@@ -98,7 +98,7 @@ class RankProcess:
         """The pipe of a piped rank."""
 
     def poll(self) -> int | None:
-        """The return code once the rank has ended, else None. Its own children are killed before the rank is reaped."""
+        """The return code once the rank has ended, else None. What is left of its process group is killed first."""
         # While the rank is a zombie, no other process group can have its number.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if self.returncode is None and os.waitid(os.P_PID, self._popen.pid, flags) is not None:

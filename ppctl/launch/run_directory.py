@@ -54,7 +54,7 @@ def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 
 def new_run(launch: Launch, started: Started) -> RunDir:
-    """Make the run directory, or return the existing one of a job that its starter has restarted."""
+    """Make the run directory, or set the existing one of a job that its starter has restarted to go on."""
     root, name = Path(launch.config.log.dir), launch.config.log.name
     before = RunDir(root.absolute() / name / str(started.run_id))
     if started.run_id and (before.path / "config.yaml").exists() and _is_restart(started, before):
@@ -71,10 +71,11 @@ def _is_restart(started: Started, before: RunDir) -> bool:
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
     """Set `run` to go on from `checkpoint` with the config of `launch`; earlier files are kept under numbered names.
-    Raises ConfigError (PP-E610) if the directory cannot be written."""
+    Raises ConfigError (PP-E610) if the directory cannot be written, PP-E559 if what stands in it is no file."""
     resume = launch.config.checkpoint.resume
     if checkpoint is not None and resume != AUTO:
         resume = str(checkpoint)
+    run.check_files()
     try:
         # The launcher's ranks do not look, but an agent of an earlier start does.
         write_atomically(run.path / "life", f"launcher-{secrets.token_hex(4)}")

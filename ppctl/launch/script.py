@@ -3,9 +3,9 @@
     launch.env, launch.setup        on the first node
     launch.health_check             once on every node; a node where it fails is left out, and the job requeued
     ppctl.launch.enter              once on every node: the node sees the run, and has the submitted code
-    ppctl.agent                     once on every node: starts the node's ranks, and again when one is lost
+    ppctl.agent                     once on every node: starts the node's ranks, and again whenever one is lost
     scontrol requeue                if the mark `requeue.<job>.<life>` is there: all ranks have saved, or a node is lost
-    ppctl.launch.leave              once, else: how the job ended, from the files that its ranks have written
+    ppctl.launch.leave              otherwise, once: reports how the job ended, from the files that its ranks wrote
 
 The modules must keep their names, which are in scripts of runs that can still be requeued.
 """

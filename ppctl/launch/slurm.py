@@ -98,19 +98,19 @@ def state(job: str, cluster: str = "") -> JobState:
 
 
 def restart(job: str, cluster: str = "") -> None:
-    """Have the job's ranks save; its script then requeues it."""
+    """Have the job's ranks save; its script then requeues it. Raises ConfigError (PP-E621)."""
     _must("scancel", *_on(cluster), "--signal=USR1", job)
 
 
 def requeue(job: str, without: str = "") -> None:
-    """Let a job start again, from one of its own nodes, as its script does: without the nodes `without` (commas
-    between) and those that it has left out before. Does nothing where bash or SLURM's commands are missing."""
+    """Requeue a job from one of its own nodes, as its script does: it starts again without the nodes `without` (commas
+    between) and those that were left out before. Does nothing where bash or SLURM's commands are missing."""
     again = Path(__file__).with_name("requeue.sbatch").read_text(encoding="utf-8")
     _run("bash", "-c", f'{again}again "$@"', "requeue", job, without)
 
 
 def cancel(job: str, cluster: str = "") -> None:
-    """End a job: its ranks get TERM, and KillWait seconds later KILL."""
+    """End a job: its ranks get TERM, and KillWait seconds later KILL. Raises ConfigError (PP-E621)."""
     _must("scancel", *_on(cluster), job)
 
 

@@ -43,7 +43,7 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
             why := _login_refused(frozenset((os.environ | config.launch.env).items()), log.wandb_mode)
         ):
             remedy = f"{pasted(sys.executable)} -m wandb login\nlog.wandb_mode=offline"
-            yield Problem("PP-E652", f"Weights & Biases cannot be logged in to: {why}", remedy, key)
+            yield Problem("PP-E652", f"this user cannot log in to Weights & Biases: {why}", remedy, key)
 
 
 def _takes_files(directory: Path) -> bool:
@@ -55,7 +55,7 @@ def _takes_files(directory: Path) -> bool:
 
 @cache
 def _login_refused(environ: frozenset[tuple[str, str]], mode: str | None) -> str:
-    """Why Weights & Biases refuses this user's login; empty if it accepts it, or the mode needs none."""
+    """Ask why Weights & Biases refuses this user's login; empty if it accepts the login, or the mode needs none."""
     variables = dict(environ)
     if (mode or variables.get("WANDB_MODE", "online")) != "online":
         return ""

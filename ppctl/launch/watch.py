@@ -3,10 +3,10 @@
 A rank reports by its exit code, its error record, its heartbeat and status.json. Events:
 
     a rank fails               the launcher ends the others: SIGINT, then SIGKILL
-    SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended then, or
-                               when SIGTERM comes a second time
+    SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended after
+                               that, or when SIGTERM comes a second time
     SIGINT                     before a step is done: all ranks are ended; else they are asked to save and leave,
-                               without a limit of time, since somebody is there; once more ends them, then kills
+                               without a limit of time, since somebody is there; one more ends them, the next kills
     SIGKILL                    the kernel kills the ranks (process.py)
 """
 
@@ -58,7 +58,7 @@ def _no_action(number: int, frame: FrameType | None) -> None:
 
 class Signals:
     """Signals and deaths of children as a list to wait for, without a busy loop or work inside a handler. While
-    entered, the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored."""
+    entered, `_CAUGHT` and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored."""
 
     def __enter__(self) -> Signals:
         self._reader, self._writer = os.pipe()
@@ -117,7 +117,7 @@ class Watch:
         self.job = job
         self.exits: dict[int, Exit] = {}
         self.states: dict[int, RankState] = {}
-        """The last action of each rank."""
+        """The last state of each rank, when `run` has returned."""
         self.unwritten_errors: list[RankFailure] = []
         """Failures that could not be written to the run directory."""
         self.cause: str | None = None
@@ -139,7 +139,7 @@ class Watch:
         self._progress = Progress(job.limits, time.monotonic(), job.first_step) if job.limits is not None else None
 
     def run(self) -> None:
-        """Start all ranks and return when none is left, whatever happens."""
+        """Start all ranks and return when none is left that can be killed. Raises OSError if one cannot be started."""
         run, everyone = self.job.run, range(self.job.world_size)
         # Rank 0 publishes heartbeats while it lives; the launcher publishes the last ones of all ranks.
         publisher = heartbeat.Publisher(self.job.directory, everyone, run.write_heartbeats)
@@ -225,7 +225,8 @@ class Watch:
             self._deadline = now + self.job.stop_grace
 
     def _handle_key(self) -> None:
-        """Act on Ctrl-C: ask to save if there is something to save; otherwise, or the second time, end; then kill."""
+        """Act on Ctrl-C: ask the ranks to save if a step is done and they have not been asked, otherwise end the run;
+        kill a run that is ending."""
         step = max(
             (state.step for state in heartbeat.read_all(self.job.directory, range(self.job.world_size))), default=0
         )
@@ -277,7 +278,7 @@ class Watch:
         return failed
 
     def _end(self, cause: str, number: int = signal.SIGINT) -> None:
-        """End every rank without saving. The first cause counts."""
+        """Send every rank the signal that ends it without saving. Of several causes the first counts."""
         if self.cause is not None and number != signal.SIGKILL:
             return
         self.cause = self.cause or cause
@@ -302,8 +303,8 @@ class Watch:
 
 
 def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOutcome:
-    """Run `job` to its end; rank 0's stdout goes to `show` (default: stdout) line by line, all else to logs/. Leaves no
-    process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if a process
+    """Run `job` to its end; rank 0's stdout goes to `show` (default: stdout) line by line, all else to logs/. It leaves
+    no process behind, and the outcome is in status.json. Call it from the main thread. Raises ConfigError if a process
     cannot be started (PP-E614)."""
     with Signals() as signals:
         watch = Watch(job, signals, show or writer_to(sys.stdout), _say)
@@ -338,7 +339,7 @@ def _outcome(watch: Watch) -> JobOutcome:
     if state == "stopped":
         return JobOutcome(STOPPED, "stopped", "stopped by Ctrl-C" if watch.asked_by_key else "")
     if watch.asked is not None and state != "finished":
-        text = "terminated: the ranks left when they were asked to stop, and did not report that they saved"
+        text = "terminated: the ranks left when they were asked to stop, but did not report that they saved"
         return JobOutcome(TERMINATED, "interrupted", text)
     return JobOutcome(DONE, "finished")
 

@@ -82,8 +82,8 @@ def model_values(
 
 
 def values_of(text: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as
-    `model_values`."""
+    """The values that the source sets, by dotted key: those of its model and, if it has one, its tokenizer. Raises as
+    `find_weights` and `model_values`."""
     tokenizer = tokenizer_of(find_weights(text))
     values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides, lora).items()}
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}

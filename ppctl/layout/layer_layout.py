@@ -20,13 +20,13 @@ __all__ = ["LayerType", "PipelineParallelLayerLayout", "even_layout"]
 
 
 class PipelineParallelLayerLayout:
-    """Configuration of custom pipeline parallel layer partitioning.
+    """Which layers live on which stage of a pipeline.
 
     `layout` is a string (`Et*3|(tt|)*29,m|L`) or a list with one list per stage, of `LayerType` members, their names or
     the letters. `pp_rank` binds the object to a rank, the default of the `get_*` methods; `key` is the config key that
     the user typed, for messages; `num_layers` and `mtp_num_layers` (None: not known) make suggestions fit the model.
-    Raises LayoutError with every problem of the text; if the text parses but its number of stages is no multiple of the
-    pipeline's size, with every problem of the layout.
+    Raises LayoutError with all mistakes of a layout that cannot be read, else with every problem of the layout if its
+    number of stages is no multiple of the pipeline's size; also for sizes and ranks out of range.
 
     Attributes: `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size` (chunks per rank), `pp_rank`.
     """
@@ -73,7 +73,7 @@ class PipelineParallelLayerLayout:
         return [layer for stage in self.stages for layer in stage]
 
     def canonical(self) -> str:
-        """A short string that parses to the same stages, in Megatron too. LayoutError if encoders are in it."""
+        """A short string that parses to the same stages, in Megatron too. Raises LayoutError for encoder layers."""
         if any("e" in stage for stage in self._letters):
             raise LayoutError(
                 Problem("PP-E019", "encoder layers have no letter in a layout string", place=self._source.key)
@@ -106,7 +106,7 @@ class PipelineParallelLayerLayout:
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """How many layers of a kind this stage holds."""
+        """How many layers of a kind this stage holds. Raises LayoutError if its rank or chunk is missing or wrong."""
         offsets = self._offsets[LETTERS[LayerType(layer_type)]]
         stage = self._stage(vp_stage, pp_rank)
         return offsets[stage + 1] - offsets[stage]
@@ -114,13 +114,13 @@ class PipelineParallelLayerLayout:
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """How many layers of a kind all earlier stages hold: the 0-based id of this stage's first one."""
+        """The 0-based id of this stage's first layer of a kind: how many earlier stages hold. Raises LayoutError."""
         return self._offsets[LETTERS[LayerType(layer_type)]][self._stage(vp_stage, pp_rank)]
 
     def get_layer_id_list(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> list[int]:
-        """The global 0-based ids of this stage's layers of a kind."""
+        """The global 0-based ids of this stage's layers of a kind. Raises LayoutError."""
         offset = self.get_layer_offset(layer_type, vp_stage, pp_rank)
         return list(range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
@@ -140,27 +140,27 @@ class PipelineParallelLayerLayout:
 
     @staticmethod
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
-        """Parse the pipeline model parallel layout from a string."""
+        """Parse a layout string. Raises LayoutError as the constructor does."""
         return PipelineParallelLayerLayout(layout, pipeline_model_parallel_size)
 
     @staticmethod
     def get_num_stages_from_str(layout: str) -> int:
-        """The number of pp x vpp stages of a layout string."""
+        """The number of pp x vpp stages of a layout string. Raises LayoutError with all its mistakes."""
         return len(read_layout(layout, "layout")[0])
 
     @staticmethod
     def parse_str_to_list(layout_str: str) -> list[list[LayerType]]:
-        """Parse a layout string to one list of layers per stage."""
+        """Parse a layout string to one list of layers per stage. Raises LayoutError with all its mistakes."""
         return [[TYPES[letter] for letter in stage] for stage in read_layout(layout_str, "layout")[0]]
 
     def _stage(self, vp_stage: int | None, pp_rank: int | None) -> int:
         pp, vpp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         rank = self.pp_rank if pp_rank is None else pp_rank
         if rank is None:
-            message = "pp_rank is not given and this layout was not bound to a rank"
+            message = "pp_rank is not given, and this layout was not bound to a rank"
             raise LayoutError(Problem("PP-E020", message, f"pass pp_rank=0 (to {pp - 1}) here or to the constructor"))
         if vp_stage is None and vpp > 1:
-            message = f"vp_stage is not given and every rank holds {vpp} chunks"
+            message = f"vp_stage is not given, but every rank holds {vpp} chunks"
             raise LayoutError(Problem("PP-E020", message, f"pass vp_stage=0 (to {vpp - 1})"))
         return self._in_range(vp_stage or 0, vpp, "vp_stage") * pp + self._in_range(rank, pp, "pp_rank")
 
@@ -174,10 +174,9 @@ class PipelineParallelLayerLayout:
 def even_layout(num_layers: int, num_stages: int, mtp_num_layers: int = 0) -> str:
     """The layout that is used when none is given: the canonical string of an even split into `num_stages` = pp x vpp.
 
-    The embedding is in the first stage, the loss and all MTP layers in the last; layers are split as Megatron does
-    if they divide, else the first `num_layers % num_stages` stages hold one more. Raises LayoutError on impossible
-    sizes.
-    """
+    The embedding is in the first stage; the loss and all MTP layers are in the last. Every stage holds equally many
+    layers, as in Megatron; if they do not divide, the first `num_layers % num_stages` stages hold one more. Raises
+    LayoutError for impossible sizes."""
     sizes = {"num_layers": (num_layers, 0), "num_stages": (num_stages, 1), "mtp_num_layers": (mtp_num_layers, 0)}
     problems = [
         Problem("PP-E021", f"{name}={value} cannot be split: it must be at least {least}")

@@ -117,7 +117,7 @@ def canonical_text(stages: Sequence[str]) -> str:
 
 
 def _best_fold(words: Sequence[str], start: int) -> tuple[str, int]:
-    """The repeated group at `start` that saves most letters and the words it covers, or that one word."""
+    """(text, number of `words` it covers): the repeated group at `start` that saves most letters, else one word."""
     best, used, saved = words[start], 1, 0
     for period in range(1, min(_LONGEST_PERIOD, (len(words) - start) // 2) + 1):
         body = words[start : start + period]
@@ -133,7 +133,7 @@ def _best_fold(words: Sequence[str], start: int) -> tuple[str, int]:
 
 
 def ascii_digits(run: str) -> str:
-    """The number that a run of other digits spells (full width, Arabic-Indic, ...); empty if it is none."""
+    """The ASCII digits of a number in other digits (full width, Arabic-Indic, ...); empty if `run` is no number."""
     values = [unicodedata.decimal(char, None) for char in run]
     return "" if None in values else "".join(map(str, values))
 

@@ -5,8 +5,8 @@
     count  := '*' digits                              ASCII digits; 0 removes the item
 
 Blanks and commas may stand between any two of these and mean nothing, except that they end a number: `t*1,0` is a
-mistake, not ten layers. Parsing never raises: it notes a mistake, repairs the text there and reads on, so that one
-pass finds all mistakes and a repaired text. What the letters mean for a pipeline is `rules`' business.
+mistake, not ten layers. Parsing never raises: it records a mistake, repairs the text there and reads on, so that one
+pass finds all mistakes and makes a repaired text. `rules` judges what the letters mean for a pipeline.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Mistake(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """A parsed text: its stages, the columns of their layers (and of each stage's end), and its mistakes. With
-    mistakes, `stages` is what was understood, and `repaired` the text after every mistake's own local repair."""
+    """A parsed text: its stages, the columns of their layers (and of each stage's end), and its mistakes. If there are
+    mistakes, `stages` is what was understood, and `repaired` is the text with each mistake repaired in its place."""
 
     stages: tuple[str, ...]
     columns: tuple[tuple[int, ...], ...]
@@ -107,7 +107,7 @@ class _LayoutParser:
         return self.text[self.position : self.position + 1]
 
     def items(self) -> _Pieces:
-        """Items up to the end of the text or of the group."""
+        """Parse items up to the end of the text or of the group."""
         pieces: _Pieces = []
         while (char := self.peek()) and not (char == ")" and self.depth):
             start = self.position
@@ -217,7 +217,7 @@ class _LayoutParser:
         digits = match[0].lstrip("0") if match else ""
         self.position += len(match[0]) if match else 0
         self.last_count_end = self.position
-        # Python refuses to convert thousands of digits; anything of ten is beyond the cap anyhow
+        # Python refuses to convert thousands of digits; a number of ten digits is above MAX_ITEMS anyhow
         return int(digits or "0") if len(digits) < 10 else 10**9
 
     def repeat(self, pieces: _Pieces, counts: list[int]) -> _Pieces:
@@ -228,7 +228,7 @@ class _LayoutParser:
             return pieces
         return pieces * count
 
-    # what it does not allow: note it, repair it, read on
+    # what the grammar does not allow: record it, repair it, read on
 
     def stray_number(self) -> _Pieces:
         start = self.position
@@ -255,7 +255,7 @@ class _LayoutParser:
         return []
 
     def stray_star(self) -> _Pieces:
-        """Note a `*` that follows no item (PP-E003), and skip it with its digits; it stands for no layers."""
+        """Record a `*` that follows no item (PP-E003), and skip it with its digits; it stands for no layers."""
         start = self.position
         match = _COUNT.match(self.text, start)
         self.position = match.end() if match else start + 1
@@ -305,8 +305,8 @@ _MOST_SHOWN = 20
 def read_layout(
     layout: Any, key: str, pp: int | None = None, num_layers: int | None = None, mtp_num_layers: int | None = None
 ) -> tuple[tuple[str, ...], LayoutSource]:
-    """The stages that a string or a list spells, and where they were written. Suggestions are sound for `pp` ranks
-    (None: one chunk per rank) and a model of these layers. Raises LayoutError."""
+    """The stages that a string or a list spells, and where they were written. Raises LayoutError with every mistake;
+    the layout that it suggests is sound for `pp` ranks (None: one chunk per rank) and a model of these layers."""
 
     def nearest(stages: Sequence[str]) -> tuple[str, ...]:
         kept = tuple(stages) or ("",)
@@ -333,7 +333,7 @@ def read_layout(
 
 
 def _problems(mistakes: Sequence[Mistake], remedy: str, source: LayoutSource) -> list[Problem]:
-    """The mistakes with carets; of a text that is no layout at all, the first ones and how many more."""
+    """The mistakes as problems with carets; of very many, the first ones and how many more there are."""
     shown, rest = mistakes[:_MOST_SHOWN], mistakes[_MOST_SHOWN:]
     problems = [Problem(each.code, each.message, remedy, source.caret(each.column)) for each in shown]
     if rest:
@@ -344,6 +344,7 @@ def _problems(mistakes: Sequence[Mistake], remedy: str, source: LayoutSource) ->
 
 
 def _read_rows(layout: Any, source: LayoutSource, problems: list[Problem]) -> tuple[str, ...]:
+    """The letters of each stage of a list; adds to `problems` what is wrong with it."""
     if not isinstance(layout, (list, tuple)):
         message = f"a layout is a string or a list with one list per stage, not {type(layout).__name__}"
         problems.append(Problem("PP-E010", message, place=source.key))
@@ -368,7 +369,8 @@ def _read_rows(layout: Any, source: LayoutSource, problems: list[Problem]) -> tu
 
 
 def _read_layer(item: Any, place: str, problems: list[Problem]) -> str:
-    """The letter of one list entry: a member, its name (as Megatron: any case, blanks around it) or a letter."""
+    """The letter of one list entry: a member, its name (in any case, with blanks, as in Megatron) or a letter. For
+    another entry adds to `problems`, and returns the letter that was probably meant, or an empty string."""
     if isinstance(item, str):
         word = item.strip()
         if word in TYPES and word != "e":

@@ -16,7 +16,7 @@ from ppctl.layout.letters import MAX_ITEMS, LayoutSource, canonical_text
 
 
 class Rules(NamedTuple):
-    """The case before the judge: stages, pipeline, the model's layers (None: not known), and where it was written."""
+    """What the rules judge: stages, pipeline, the model's layers (None: not known), and where the layout is written."""
 
     stages: tuple[str, ...]
     pp: int
@@ -32,7 +32,8 @@ class Rules(NamedTuple):
 
 
 def find_problems(rules: Rules) -> list[Problem]:
-    """Every rule that the layout breaks; none: it is sound. Each remedy's first line mends all of them at once."""
+    """A problem for every rule that the layout breaks. Each remedy begins with the layout that mends them all; there is
+    none if it would be too large."""
     mended = mend(rules.stages, rules.pp, rules.num_layers, rules.mtp_num_layers)
     remedy = rules.source.override(canonical_text(mended)) if mended else ""
     return [
@@ -81,7 +82,7 @@ def _loss(rules: Rules) -> Iterator[Problem]:
 
 
 def _number(code: str, letter: str, key: str, rules: Rules) -> Iterator[Problem]:
-    """Yield the problem of a layout with another number of these layers than the model has in `key`, if it is known."""
+    """Yield a problem if the number of these layers is not the model's `key`; nothing if that is not known."""
     places, wanted = list(rules.find(letter)), getattr(rules, key)
     if wanted is not None and len(places) != wanted:
         message = f"the layout holds {_layers(len(places), letter)}, the model has {key}={wanted}"
@@ -135,7 +136,7 @@ def _layers(count: int, letter: str) -> str:
 
 
 def _count_place(rules: Rules, places: Sequence[tuple[int, int]], wanted: int) -> str:
-    """The first layer too many, or the last one there is, or the end of the layout."""
+    """The place of the first surplus layer; if some are missing, of the last one, or of the layout's end for none."""
     if len(places) > wanted >= 0:
         return rules.source.place(*places[wanted])
     return rules.source.place(*places[-1]) if places else rules.source.place(len(rules.stages) - 1)
@@ -159,8 +160,8 @@ def stages_of(counts: Sequence[int], mtp_num_layers: int, mtp_stage: int) -> tup
 def mend(
     stages: tuple[str, ...], pp: int, num_layers: int | None = None, mtp_num_layers: int | None = None
 ) -> tuple[str, ...] | None:
-    """The nearest stages that break no rule, with the layout's own layers if the model's are not given. None if even
-    the nearest would expand to more than a layout may hold."""
+    """The nearest stages that break no rule. If the model's number of layers is not given, the layout's own is kept.
+    None if even the nearest stages would expand to more than a layout may hold."""
     layers = sum(stage.count("t") for stage in stages) if num_layers is None else max(0, num_layers)
     mtp = sum(stage.count("m") for stage in stages) if mtp_num_layers is None else max(0, mtp_num_layers)
     fitted = _fit(stages, pp)
@@ -184,7 +185,8 @@ def _fit(stages: tuple[str, ...], pp: int) -> tuple[str, ...]:
 
 
 def _adjust(counts: list[int], num_layers: int) -> tuple[int, ...]:
-    """Counts that sum up to `num_layers`: a layer at a time to the emptiest, from the fullest stage."""
+    """Counts that sum up to `num_layers`. Changes `counts`: adds one layer at a time to the emptiest stage, or takes it
+    from the fullest. If more layers differ than there are stages, returns an even split."""
     missing = num_layers - sum(counts)
     if abs(missing) > len(counts):
         return even_counts(num_layers, len(counts))

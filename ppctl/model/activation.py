@@ -1,8 +1,8 @@
-"""The activation between the products of a feed-forward; on a GPU SwiGLU is one kernel each way, in bfloat16. And a
-router's normalised scores, which there take fewer kernels.
+"""The activation between a feed-forward's products, and a router's normalised scores.
 
-`torch.cuda.jiterator` compiles these elementwise kernels when they are first called. Every rounding of the steps that
-run elsewhere stays where it is. silu(x) is made again in the backward, and not kept for it.
+On a GPU, SwiGLU in bfloat16 is one kernel each way, and the scores take fewer kernels. `torch.cuda.jiterator` compiles
+these elementwise kernels when they are first called. They round wherever the steps round that other devices run.
+silu(x) is not kept for the backward, which computes it again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXTS = {
     2: _TEXT + "(T gradient, T x, T up, T weight, T& of_x, T& of_up) {" + _GRADIENTS + "}",
     3: f"{_TEXT}(T gradient, T x, T up, T weight, T& of_x, T& of_up, T& share) {{{_GRADIENTS} share = of_out * up; }}",
 }
-"""Number of results -> a kernel, the last function of its text, of float32 numbers that are stored rounded."""
+"""Number of results -> a text whose last function is the kernel. It computes in float32; what is stored is rounded."""
 
 _SHARE = """template <typename T> void share"""
 SHARES = {
@@ -40,8 +40,8 @@ SHARES = {
     T total = sum + T(1e-20), scaled = gradient * scale;
     of_x = scaled / total; of_sum = -scaled * (x / total / total); }""",
 }
-"""Number of results -> a kernel of `normalised`, in the dtype of the scores. With two results it takes the gradient of
-the shares, and returns that of x with the sum held fixed, and the terms that add up to that of the sum."""
+"""Number of results -> a kernel of `normalised`, in the dtype of the scores. The one with two results takes the shares'
+gradient; it returns the gradient of x for a fixed sum, and the terms that add up to the sum's gradient."""
 
 _kernel = cache(lambda *of, **weight: torch.cuda.jiterator._create_multi_output_jit_fn(*of, **weight))
 
@@ -74,8 +74,8 @@ _LIBRARY.impl("share", lambda g, x, *_: [torch.empty_like(x) for _ in range(1 if
 
 
 def normalised(x: Tensor, scale: float = 1.0, *, fused: bool = False) -> Tensor:
-    """Scores [..., n] that are not negative, each divided by the sum of the n, times `scale`. `fused` takes the
-    kernels, where a device has them."""
+    """Scores [..., n], none of them negative, each divided by the sum of the n scores, times `scale`. `fused` takes the
+    GPU's kernels, which must run here (`fuses_swiglu`)."""
     if fused and not torch.compiler.is_compiling():
         shares: Tensor = _Normalised.apply(x, scale)  # type: ignore[no-untyped-call]  # torch's own
         return shares
@@ -106,8 +106,8 @@ def _shares_by_steps(gradient: Tensor | None, x: Tensor, total: Tensor, scale: f
 
 
 def fuses_swiglu(device: torch.device, *, weighted: bool) -> bool:
-    """Whether this device and torch have the kernels, tried on small matrices; those with weights, and a router's, are
-    tried, which compiles them, only if `weighted`. Says on stderr why not."""
+    """Whether the kernels run here and give the steps' numbers. This is tried on small matrices, which compiles the
+    kernels; those with weights, and a router's, only if `weighted`. Prints on stderr why not."""
     g, x, up = torch.linspace(-8, 8, 3 * 24 * 16, device=device).bfloat16().view(3, 24, 16)
     try:
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -132,8 +132,8 @@ def fuses_swiglu(device: torch.device, *, weighted: bool) -> bool:
 
 
 def by_steps(gradient: Tensor | None, x: Tensor, up: Tensor | None, weights: Tensor | None) -> list[Tensor]:
-    """The activation; or from its `gradient` those of x and up, and with weights the products of which each row's sum
-    is the gradient of its weight."""
+    """The activation, in a list; or, given its `gradient`, the gradients of x and of `up` if there is one. With weights
+    another tensor follows them: the sum of each of its rows is the gradient of that row's weight."""
     if up is None and gradient is not None:
         of_out = gradient if weights is None else gradient * weights
         of_x = torch.ops.aten.gelu_backward(of_out, x, approximate="tanh")
@@ -151,10 +151,10 @@ def by_steps(gradient: Tensor | None, x: Tensor, up: Tensor | None, weights: Ten
 
 
 def activation(x: Tensor, up: Tensor | None = None, *, weights: Tensor | None = None, fused: bool = False) -> Tensor:
-    """The input of a feed-forward's last product: silu(x) * up (Shazeer 2020, arXiv:2002.05202), or gelu(x), of rows
-    [n, width] that have `weights` [n, 1] times these. `fused` takes the kernels, where a device has them.
+    """The input of a feed-forward's last product: silu(x) * up (Shazeer 2020, arXiv:2002.05202); without `up` gelu(x).
 
-    GELU is the form with tanh, as in GPT-2's code and in what Megatron-LM runs by default (`bias_gelu_fusion`).
+    With `weights` [n, 1] each row of x [n, width] is multiplied by its weight. `fused` takes the GPU's kernels. GELU is
+    the form with tanh, as in GPT-2's code and in what Megatron-LM runs by default (`bias_gelu_fusion`).
     """
     if torch.compiler.is_compiling() and weights is None:
         return by_steps(None, x, up, None)[0]  # a compiler fuses the steps itself
@@ -165,7 +165,7 @@ def activation(x: Tensor, up: Tensor | None = None, *, weights: Tensor | None = 
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: bool, weights: Tensor | None, x: Tensor, up: Tensor | None) -> Any:
-        weights = None if weights is None else weights.to(x.dtype)  # from which autocast may make two
+        weights = None if weights is None else weights.to(x.dtype)  # under autocast they may differ
         fused = fused and up is not None and x.dtype == up.dtype == torch.bfloat16  # no kernel compiles for others
         ctx.way = torch.ops.ppctl.swiglu if fused else by_steps
         ctx.save_for_backward(x, up, weights)

@@ -1,5 +1,5 @@
-"""Self-attention [b, s, h] -> [b, s, h], b microbatch, s sequence, h hidden: of grouped queries, or multi-head latent,
-with keys and values from one compressed vector a token. `core_attention` is its middle, between the projections.
+"""Self-attention [b, s, h] -> [b, s, h] (b microbatch, s sequence, h hidden): with grouped queries, or multi-head
+latent, where one compressed vector a token gives keys and values. Between the projections is `core_attention`.
 
 Attribute names are canonical parameter names: renaming one renames a checkpoint key. Source of latent attention: the
 DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage and scales of its published weights.
@@ -66,8 +66,8 @@ def core_attention(
     """Causal attention within each row, or within each document if `documents` is given.
 
     Returns [b, s, heads x values' width], the heads side by side.
-    q, k, v, `documents` and `scale` as in `attend`, or, of a rank's part of the rows, as in `shared`.
-    With `dropped` probabilities no kernel of torch's can be taken.
+    The arguments are those of `attend`. If ranks share sequences, `shared` attends, and q, k, v are this rank's parts.
+    With `dropped` probabilities none of torch's kernels can be used.
     """
     way = partial(attend, kernels=kernels) if shared is None else shared
     return way(q, k, v, documents, scale, dropped).transpose(1, 2).flatten(2)
@@ -115,7 +115,7 @@ def _documents_at_once(
     v = F.pad(v, (0, q.shape[-1] - width))
     q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))
     bounds, longest = documents.bounds, documents.longest
-    assert bounds is not None  # `bounds_of`: whoever makes Documents makes them if this kernel was chosen
+    assert bounds is not None  # whoever makes Documents calls `bounds_of` if this kernel was chosen
     grouped = q.shape[1] != k.shape[1]
     causal = (-1, 0)  # a window: all before a token, nothing after it
     mixed = kernel(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
@@ -147,7 +147,7 @@ class Attention(SelfAttention):
     def forward(
         self, x: Tensor, turns: Tensor | None, documents: Documents | None = None, draws: Draws | None = None
     ) -> Tensor:
-        """Attend within each sequence of `x`, or each of its `documents`; `turns` of `Rotary.turns`, or none."""
+        """Attend within each sequence of `x`, or each of its `documents`; `turns` are `Rotary.turns`, or None."""
         q, k, v = (self._heads(each) for each in columns(x, self.wq, *self._keys_values(), split=self.split))
         # Norm before transposing: a norm returns a contiguous tensor, which loses a transposed layout.
         q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
@@ -156,7 +156,7 @@ class Attention(SelfAttention):
         return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
 
     def _keys_values(self) -> tuple[Linear | Projection, Linear | Projection]:
-        """The rank's key/value groups; if there are more ranks than groups, several ranks have the same one."""
+        """The projections to this rank's keys and values; with more ranks than groups, ranks have the same group."""
         if self.split is None or self.groups % self.split.size == 0:
             return self.wk, self.wv
         first = self.groups * self.split.rank // self.split.size * self.head_dim
@@ -168,14 +168,14 @@ class Attention(SelfAttention):
 
 
 LATENT_NORM_EPSILON = 1e-6
-"""Inside the norms of the compressed vectors, whatever the model's own epsilon is: so the family was trained."""
+"""The epsilon of the compressed vectors' norms, whatever the model's own epsilon is: the family was trained so."""
 
 
 class LatentAttention(SelfAttention):
     """Causal self-attention whose heads are expanded from a compressed query (optional) and a compressed key/value.
 
-    A head has `qk_head_dim` dimensions without positions and `qk_pos_emb_head_dim` with; the keys' part with positions
-    is one for all heads. Values have `v_head_dim`.
+    A head has `qk_head_dim` dimensions without positions and `qk_pos_emb_head_dim` with positions; all heads share one
+    key part with positions. Values have `v_head_dim` dimensions.
     """
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
@@ -212,7 +212,7 @@ class LatentAttention(SelfAttention):
         return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
 
     def expand(self, queries: Tensor, keys_values: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of all heads, turned, from what was compressed: recomputed as `mla_up_proj`."""
+        """The heads' queries and keys, turned, and values, from what was compressed: recomputed as `mla_up_proj`."""
         if self.compresses_queries:
             (queries,) = columns(self.q_norm(queries), self.wq_b, split=self.split)
         latent, shared = torch.split(keys_values, self.latent_widths, dim=-1)

@@ -6,9 +6,9 @@ takes the *merged* result and log-sum-exp, from which the block's own probabilit
 A kernel's functions take a `Block`:
     q [b, heads, s, width], k [b, groups, t, width], v [b, groups, t, values' width]: any strides, but each vector is
         contiguous; a group of neighbouring heads shares keys and values
-    scale of the scores; causal: whether a query sees the keys up to its own place alone, of s = t
+    scale: of the scores; causal: whether a query sees only the keys up to its own place (then s = t)
     documents: for a kernel that joins them, their lengths in each row
-and give, or for the backward take:
+and return these two; a backward takes them:
     out [b, heads, s, values' width]
     log_sum [b, heads, s]: the log-sum-exp of the scores, in float32 or wider
 """
@@ -30,7 +30,7 @@ from ppctl.tensors.wide_dtype import wide_dtype
 _aten = torch.ops.aten
 
 MULTIPLE = 8
-"""16 bytes of 16-bit numbers: what a head's width is a multiple of for flash attention, a row's for grouped_mm."""
+"""16 bytes of 16-bit numbers: flash attention needs heads, and grouped_mm rows, whose width is a multiple of this."""
 
 
 Block = tuple[Tensor, Tensor, Tensor, float, bool, Lengths | None]
@@ -46,7 +46,7 @@ class BlockAttention(NamedTuple):
     backward: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(out's gradient, block, out, log-sums) -> gradients of q, k and v."""
     joins_documents: bool = False
-    """Whether one call computes a causal block of several documents, each by itself, by their lengths in each row."""
+    """Whether one call can take a causal block of several documents, by their lengths, and attend within each."""
 
 
 def _unfused(block: Block) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def _unfused(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _unfused_backward(gradient: Tensor, block: Block, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Formulas: Dao et al., arXiv 2205.14135, appendix B.2."""
+    """The backward of `_unfused`. Formulas: Dao et al., arXiv 2205.14135, appendix B.2."""
     q, k, v, scale, causal, _ = block
     groups = k.shape[1]
     of_out, result, queries = (_wide(heads).unflatten(1, (groups, -1)) for heads in (gradient, out, q))
@@ -72,7 +72,7 @@ def _unfused_backward(gradient: Tensor, block: Block, out: Tensor, log_sum: Tens
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    """[b, groups, heads of one, s, t]."""
+    """The scaled scores [b, groups, heads of a group, s, t], in float32 or wider; -inf for keys hidden by `causal`."""
     scores: Tensor = (_wide(q).unflatten(1, (k.shape[1], -1)) @ _wide(k)[:, :, None].transpose(-1, -2)).mul_(scale)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
@@ -106,7 +106,7 @@ def _flash_on_cpu_backward(
 def _flash(block: Block) -> tuple[Tensor, Tensor]:
     """CUDA's flash attention 2, on the current stream; the host does not wait. 16-bit numbers, heads up to 256 wide.
 
-    Its tensors are [b, s, heads, width]; those of several documents [b x s, heads, width], with log-sums
+    The kernel's tensors are [b, s, heads, width]; with `documents` they are [b x s, heads, width], and log-sums are
     [heads, b x s]. Never run: written after torch 2.13's `torch/nn/attention/varlen.py` and ATen's signatures.
     """
     q, k, v, scale, causal, documents = block
@@ -142,13 +142,13 @@ def _flash_width(q: Tensor, v: Tensor) -> int:
 
 
 def _tokens(heads: Tensor, width: int, documents: Lengths | None) -> Tensor:
-    """Heads in flash attention's layout: [b, s, heads, width], or of several documents [b x s, heads, width]."""
+    """Heads in flash attention's layout: [b, s, heads, width], or with `documents` [b x s, heads, width]."""
     tokens = _filled(heads, width).transpose(1, 2)
     return tokens if documents is None else tokens.flatten(0, 1)
 
 
 def _filled(heads: Tensor, width: int) -> Tensor:
-    """Vectors filled up with zeros, which add nothing to scores, nor to results within their own width."""
+    """Heads whose vectors are filled up to `width` with zeros, which change no score and no column of a result."""
     return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] < width else heads
 
 
@@ -162,7 +162,7 @@ def _bounds(documents: Lengths | None, q: Tensor, k: Tensor) -> tuple[Tensor | N
 
 @lru_cache(8)
 def _bounds_on(device: torch.device, documents: Lengths) -> Tensor:
-    """All layers of a microbatch, and its backward, need the same."""
+    """`bounds_of` the documents, cached: all layers of a microbatch, and its backward, need the same bounds."""
     return bounds_of([documents], device)[0]
 
 

@@ -18,11 +18,11 @@ from ppctl.model.stage_model import StageModel
 
 
 def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = False) -> None:
-    """Compile the stage's layers in place; of a layer with experts the attention, for its experts' shapes change.
+    """Compile the stage's decoder layers in place; of a layer with experts only the attention: experts' shapes vary.
 
-    With `packed` documents, whose lengths differ every time, and between ranks that share sequences attention's core is
-    left out. Products with exchanges are left out as well: what is compiled lies between them. Call it before
-    `recompute` replaces methods of layers. Raises ConfigError (PP-E770), before the first step, if the device's
+    Attention's core is left out with `packed` documents, whose lengths always differ, and if ranks share sequences.
+    Products with exchanges are left out, too (in the whole process): what is compiled lies between them. Call this
+    before `recompute` replaces methods of layers. Raises ConfigError (PP-E770), before the first step, if the device's
     compiler is missing.
     """
     missing = _missing_tool(device)
@@ -42,15 +42,15 @@ def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = Fal
 def _options(device: torch.device) -> dict[str, int] | None:
     """Inductor's options: a CPU with AVX-512 is compiled for half of that width.
 
-    At all of it GCC 12 miscompiles torch's transposition of 32 x 32 numbers of 16 bits where one kernel has two of
-    them: these hold what was in memory before. Products in 8 bits have such kernels (decision 35).
+    At the full width GCC 12 miscompiles a kernel with two of torch's transpositions of 32 x 32 numbers of 16 bits:
+    their results are what was in memory before. Products in 8 bits have such kernels (decision 35).
     """
     wide = device.type == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return {"cpp.simdlen": 256} if wide else None
 
 
 def _missing_tool(device: torch.device) -> str | None:
-    """The tool of inductor's that this machine lacks: a C++ compiler on the CPU; Triton or a C compiler on CUDA."""
+    """What inductor needs and this machine lacks, or None: a C++ compiler (CPU), Triton or a C compiler (CUDA)."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "the package triton"

@@ -27,7 +27,7 @@ class Draws(NamedTuple):
     samples: Tensor
     """[b] int64, on the device: the key of each row of the microbatch (`sample_key`)."""
     positions: Tensor | None = None
-    """[s] int64: the global positions of the tokens of a hidden state; None are 0 to s - 1."""
+    """[s] int64: the global positions of a hidden state's tokens; None means 0 to s - 1."""
 
 
 class RowKeys(NamedTuple):
@@ -54,9 +54,9 @@ def row_keys(keys: Tensor, rows: Tensor) -> RowKeys:
 
 
 def draw(rows: RowKeys, columns: Tensor) -> Tensor:
-    """Uniform 32-bit numbers as int32 [*rows, c], of rows of any shape and the columns' numbers [c] (int32).
+    """Uniform 32-bit numbers as int32 [*rows, c], from keys of rows of any shape and column numbers [c] (int32).
 
-    For one row it is a bijection of the columns' numbers. A product keeps its lowest 32 bits, as int32 does in torch.
+    Within a row different column numbers give different results. Products keep their lowest 32 bits, as torch's int32.
     """
     x = columns ^ rows.first[..., None]
     x ^= _shifted(x, 16)
@@ -69,12 +69,12 @@ def draw(rows: RowKeys, columns: Tensor) -> Tensor:
 
 
 def kept(rows: RowKeys, columns: Tensor, p: float) -> Tensor:
-    """Which elements are not dropped, bool [*rows, c]: each is dropped with probability `p`, to 32 bits."""
+    """Which elements are not dropped, bool [*rows, c]: each is dropped with probability `p`, rounded to 32 bits."""
     return draw(rows, columns) >= min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 class Dropout(nn.Module):
-    """Elements become 0 with probability p, others 1 / (1 - p) times as large: of a hidden state, or probabilities.
+    """Drops elements of a hidden state, or of probabilities: 0 with probability p, else 1 / (1 - p) times as large.
 
     `key` is computed from the module's canonical name; the stage that owns the module sets it, on its device.
     """
@@ -82,15 +82,15 @@ class Dropout(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        # No buffer: those are parts of checkpoints. No number: a compiler would compile every layer for itself.
+        # Not a buffer: buffers go into checkpoints. Not a number: a compiler would compile every layer anew.
         self.key = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def keys(self, draws: Draws) -> Tensor:
-        """[b] int64: of each sample, for this module."""
+        """[b] int64: the key of each sample for this module."""
         return _mix(draws.samples ^ self.key)
 
     def forward(self, x: Tensor, draws: Draws | None) -> Tensor:
-        """`x` [b, s, h] with elements dropped; as it is without `draws`."""
+        """`x` [b, s, h] with elements dropped; without `draws` x as it is."""
         if draws is None or not self.p:
             return x
         positions = draws.positions
@@ -146,5 +146,5 @@ def _signed(number: int, bits: int) -> int:
 
 
 def _hash(text: str) -> int:
-    """64 bits, signed."""
+    """A hash of `text`, equal on all machines: 64 bits, signed."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,10 +1,10 @@
 """Attention with dropout, in blocks of queries: no fused kernel of torch's draws by position (decision 40).
 
-Only queries, keys and values are saved for the backward, which computes a block's probabilities and draws again. In
-memory at once are the scores of `score_rows` queries of each head.
+Only queries, keys and values are saved for the backward, which computes a block's probabilities and draws again. The
+scores of `score_rows` queries of each head are in memory at once.
 
-If ranks share sequences, `Dropped` draws for the blocks of `parallel/context.py`, by the global positions of
-their queries and keys: results of blocks merge as others do, as their log-sums are those of all probabilities.
+If ranks share sequences, `Dropped` draws for the blocks of `parallel/context.py`, by the global positions of their
+queries and keys. Their results merge as those of other kernels: log-sums are over all scores, also of dropped keys.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ppctl.tensors.wide_dtype import wide_dtype
 
 
 class Dropped(NamedTuple):
-    """Which probabilities of attention are dropped: of (sample's key, head, query, key), each with probability `p`."""
+    """Which probabilities of attention are dropped: each with probability `p`, by (sample's key, head, query, key)."""
 
     keys: Tensor
-    """[b] int64, of each sample for this attention."""
+    """[b] int64: each sample's key for this attention."""
     p: float
     first_head: int = 0
     """The global number of the first head that is drawn for."""
 
     def of_heads(self, rank: int, heads: int) -> Dropped:
-        """The draws for the rank-th `heads` of these heads."""
+        """The draws for a rank's `heads` heads, which come after those of the ranks before it."""
         return self._replace(first_head=self.first_head + rank * heads)
 
     def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:
-        """The kernel of a block of these samples, whose queries and keys have these positions (int64)."""
+        """The kernel for a block of the samples `rows`, whose queries and keys have these positions (int64)."""
         return DroppedBlock(self._replace(keys=self.keys[rows]), queries, keys)
 
 
@@ -75,7 +75,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, fir
 
 
 class DroppedBlock(NamedTuple):
-    """Attention of some queries to some keys: as `model/block_attention.py` has it, with dropped probabilities."""
+    """A kernel like `BlockAttention`, with dropped probabilities, for queries and keys at these positions."""
 
     dropped: Dropped
     queries: Tensor
@@ -96,7 +96,7 @@ class DroppedBlock(NamedTuple):
         return out, log_sums
 
     def backward(self, gradient: Tensor, block: Block, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, of the merged result and log-sums: sums over all keys are gradient x result."""
+        """Gradients of q, k and v, from the merged result and log-sums: sums over all keys are gradient x result."""
         q, k, v, scale, causal, _ = block
         heads, groups, wide = q.shape[1], k.shape[1], wide_dtype(q.dtype)
         of_q = torch.empty_like(q)
@@ -116,7 +116,7 @@ class DroppedBlock(NamedTuple):
         return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, scale: float, *, causal: bool) -> Tensor:
-        """[b, groups, heads of a group x rows, keys]."""
+        """The scores of the queries `rows`, at least float32: [b, groups, heads of a group x rows, keys]."""
         scores = (_by_group(q[:, :, rows], k.shape[1]) @ k.transpose(2, 3)).to(wide_dtype(q.dtype)).mul_(scale)
         if causal:
             _by_head(scores, q.shape[1]).masked_fill_(self.keys > self.queries[rows, None], -torch.inf)
@@ -189,5 +189,5 @@ def _by_group(heads: Tensor, groups: int) -> Tensor:
 
 
 def _by_head(rows: Tensor, heads: int) -> Tensor:
-    """The way back, a view."""
+    """The reverse of `_by_group`, as a view."""
     return rows.view(rows.shape[0], heads, -1, rows.shape[-1])

@@ -23,10 +23,10 @@ from ppctl.model.split import TensorSplit
 from ppctl.tensors.row_copies import RowCopies, copied, reorder, summed
 
 ExchangeRows = Callable[[Tensor, Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
-"""`exchange(rows, chosen, weights, counts, experts)`: bring rows [t, h] to where the experts of each live, `chosen`
-[t, K] in ascending order; apply `experts(rows by expert, their weights [n, 1], counts of the experts there)`, and
-return the sums [t, h] over each row's experts, in the order of `ExpertRuns`. `counts` [E] says how many rows each
-expert has."""
+"""`exchange(rows, chosen, weights, counts, experts)`: bring each of the rows [t, h] to where its experts live (`chosen`
+[t, K], ascending); apply `experts(rows by expert, their weights [n, 1], counts of the experts there)`; and return for
+each row the sum [t, h] over its experts, in the order of `ExpertRuns`. `counts` [E] says how many rows each expert
+has."""
 
 
 class FeedForward(nn.Module):
@@ -62,7 +62,7 @@ class Experts(nn.Module):
         self.w3 = make_weight(count, width, h) if model.gated_linear_unit else None
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Apply to rows [n, h] sorted by expert the expert of each, times the weight [n, 1] of each.
+        """Send each of the rows [n, h], which are sorted by expert, through its expert; times its weight [n, 1].
 
         `counts` [experts] says how many rows each expert has.
         """
@@ -75,10 +75,10 @@ class Experts(nn.Module):
     def transform(
         self, product: Product, rows: Operand, weights: Tensor, w1: Tensor, w2: Tensor, *w3: Tensor
     ) -> Tensor:
-        """The feed-forward of rows [n, h], by the product that suits the matrices: those of an expert, or the stacks.
+        """The feed-forward of rows [n, h]; `product` suits the matrices, which are one expert's or the stacks.
 
-        A row's weight is a factor on the input of the last product, which has no bias: so nobody needs the results of
-        the experts for its gradient (Megatron-core does the same).
+        A row's weight multiplies the input of the last product, which has no bias: so the weight's gradient does not
+        need the experts' results (Megatron-core does the same).
         """
         return product(self.activate(weights, product(rows, w1), *(product(rows, up) for up in w3)), w2)
 
@@ -88,7 +88,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, K of E routed experts a token, and shared ones; the output's backward starts the auxiliary losses'."""
+    """A router, K of E routed experts a token, and shared experts. The backward covers the auxiliary losses, too."""
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 ALIGNED, BLOCK = 16, 128
 _SMALLEST = torch.finfo(torch.float32).tiny
-"""Below it a scale has fewer bits, and the largest number of its tile would not become the dtype's largest."""
+"""A scale below this has fewer bits, and its tile's largest number would not become the dtype's largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def quantise(matrix: Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quant
 def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The float32 scales of tiles whose largest numbers, without signs, are given."""
     scales = largest.float() / LARGEST[dtype]
-    # Row by row, also for a transposed matrix: the kernels want both operands so.
+    # Contiguous, also for a transposed matrix: the kernels need this of both operands.
     return torch.where(scales < _SMALLEST, 1.0, scales).clone(memory_format=torch.contiguous_format)
 
 
@@ -108,26 +108,26 @@ class Fp8:
     """Scales for 1 x 128 numbers of an activation and 128 x 128 of a weight, instead of one for each row."""
     multiply: Multiply
     multiply_groups: MultiplyGroups | None = None
-    """How all groups of rows meet their weights at once, row-wise in e4m3; None: group by group."""
+    """Multiplies all groups of rows with their weights at once, row-wise in e4m3; None: one group after another."""
 
     @property
     def _of_rows(self) -> tuple[int, int]:
         return 1, BLOCK if self.blockwise else 0
 
     def activation(self, matrix: Tensor) -> Quantised:
-        """An activation [n, k]."""
+        """An activation [n, k], quantised."""
         return quantise(matrix, E4M3, self._of_rows)
 
     def activation_of(self, values: Tensor, scales: Tensor, shape: tuple[int, int]) -> Quantised:
-        """The activation of this shape that became these values and scales."""
+        """The quantised activation with these values and scales; `shape` is (n, k)."""
         return Quantised(values, scales, self._of_rows, shape)
 
     def weight(self, matrix: Tensor) -> Quantised:
-        """A weight [n, k]."""
+        """A weight [n, k], quantised."""
         return quantise(matrix, E4M3, (BLOCK, BLOCK) if self.blockwise else (1, 0))
 
     def gradient(self, matrix: Tensor) -> Quantised:
-        """A gradient of an output [n, k]."""
+        """A gradient of an output [n, k], quantised."""
         return quantise(matrix, self.gradients, self._of_rows)
 
     def rounded(self, x: Operand) -> Rounded:

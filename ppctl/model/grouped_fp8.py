@@ -17,21 +17,21 @@ from ppctl.model.fp8 import ALIGNED, E4M3, Fp8, scales_of
 
 
 class Groups(NamedTuple):
-    """Memory for the rows of groups, of which none is empty, and each begins at a multiple of 16 rows.
+    """Where the rows of groups lie in memory: each group begins at a multiple of 16 rows, and has at least 16.
 
-    A sum over a group's rows reads them in whole 16 bytes, and the product takes no empty one.
+    A sum over a group's rows reads them in whole 16 bytes, and the product takes no empty group.
     """
 
     ends: Tensor
-    """int32 [groups]: before which row each ends."""
+    """int32 [groups]: the row before which each group ends."""
     places: Tensor
     """int64 [n]: where each row lies."""
     blocks: Tensor
-    """int64 [size / 16]: the group of every 16 rows; one more than there are behind the last."""
+    """int64 [size / 16]: the group of every 16 rows; behind the last group, the number of groups."""
 
     @classmethod
     def of(cls, counts: Tensor, rows: int) -> Groups:
-        """For groups of `counts` [groups] (int64) rows, `rows` together; the host need not know the counts."""
+        """For groups of `counts` [groups] (int64) rows, in sum `rows`; the host need not know the counts."""
         device, size = counts.device, -(-rows // ALIGNED) + len(counts)
         blocks = (counts.clamp(min=1) + ALIGNED - 1) // ALIGNED
         ends = blocks.cumsum(0)
@@ -41,7 +41,7 @@ class Groups(NamedTuple):
         return cls((ends * ALIGNED).int(), places, own)
 
     def down(self, rows: Tensor) -> Tensor:
-        """The rows [n, ...] that lie at their places in [size, ...]; one way of `row_copies`, the other is `up`."""
+        """The rows [n, ...], read from their places in [size, ...]. `row_copies` calls this and its reverse, `up`."""
         return rows.index_select(0, self.places)
 
     def up(self, rows: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def copies_of(weights: Tensor, fp8: Fp8) -> EightBitCopies:
     if version != weights._version:
         _made.pop(weights, None)
         del made  # before the new ones take memory
-        both = [(fp8.weight(one), fp8.weight(one.t())) for one in weights.detach()]  # what is wide is one group's
+        both = [(fp8.weight(one), fp8.weight(one.t())) for one in weights.detach()]  # one group is wide at a time
         ahead, back = (
             (torch.stack([one.values for one in each]), torch.stack([one.scales[:, 0] for one in each]))
             for each in zip(*both, strict=True)
@@ -107,7 +107,7 @@ class GroupsInFp8(NamedTuple):
         return self._product(rows.dtype, values, scales.flatten(), *self.copies.ahead, Groups(*groups).ends)
 
     def of_input(self, gradient: Tensor, _: None, weights: Tensor, *kept: Tensor) -> Tensor:
-        """The gradient of the rows [size, in]; as the product behind the last group."""
+        """The gradient of the rows [size, in]; behind the last group it is whatever was in its memory."""
         rounded, ends = self.fp8.gradient(gradient), Groups(*kept[2:]).ends
         return self._product(gradient.dtype, rounded.values, rounded.scales.flatten(), *self.copies.back, ends)
 

@@ -27,8 +27,8 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     """A float32 draw from normal(0, std) that depends on the arguments alone.
 
     The generator is Philox, keyed by the 128-bit BLAKE2b of `seed:name`. Torch's own CPU generator would use 32 bits of
-    a seed (for DeepSeek-V3's 47,000 parameters a collision is one run in four) and gives other bits on CUDA and on
-    other CPUs.
+    a seed (two of DeepSeek-V3's 47,000 parameters would collide in one run of four), and gives other numbers on CUDA
+    and on other CPUs.
     """
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
@@ -54,15 +54,15 @@ def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
 
 
 _MOST_AHEAD = 2**32
-"""Bytes that a rank draws ahead at most: a job's own limit of memory may be far below the machine's."""
+"""The most bytes that a rank draws ahead: a job's own limit of memory may be far below the machine's."""
 
 
 @torch.no_grad()
 def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, parts: Parts) -> None:
-    """Fill the parameters of a stage, by canonical name, with their initial values, of which it holds these parts.
+    """Fill a stage's parameters (canonical name -> parameter) with the parts of their initial values that it holds.
 
-    Threads draw parameters ahead, in a sixteenth of the rank's memory: numpy does it without Python's lock, 30 million
-    numbers a second and core.
+    Threads draw parameters ahead, in a sixteenth of the rank's memory: numpy draws without Python's lock, 30 million
+    numbers a second on each core.
     """
     threads, memory = own_share()
     room, ahead = min(memory // 16, _MOST_AHEAD) // torch.float32.itemsize, deque[_Drawn]()

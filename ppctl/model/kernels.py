@@ -44,7 +44,7 @@ class Kernels:
     attend_documents: AttendDocuments | None = None
     """Attention of all documents of a microbatch at once; None takes one document after the other."""
     drops: bool = False
-    """Whether training takes attention with dropout, in blocks of its own; the kernels above then only evaluate."""
+    """Whether training takes attention with dropout (`dropped_attention`); the kernels above then only evaluate."""
     blocks: BlockAttention | None = None
     """Attention of ranks that share sequences, where keys of other ranks come block by block."""
     groups_experts: bool = False
@@ -60,7 +60,7 @@ class Kernels:
     compiles: bool = False
     """Whether layers are compiled."""
     outside: Mapping[str, Kernel] = field(default_factory=dict)
-    """Role -> a kernel that is not ppctl's, and serves in place of those above."""
+    """Role -> a kernel that is not ppctl's, and serves in place of ppctl's kernel for the role."""
     by_transformers: bool = False
     """Whether the layers are transformers', which chooses the kernels of their attention and experts itself."""
 
@@ -118,10 +118,10 @@ class Capability:
     scaled_products: bool = True
     """Whether torch has scaled_mm."""
     adds_products: bool = True
-    """Whether a product of 16-bit matrices is added to a float32 one in place (`adds_products`)."""
+    """Whether a product of 16-bit matrices can be added to a float32 matrix in place (`adds_products`)."""
     fuses_swiglu: Callable[..., bool] = lambda *, weighted: True
-    """(weighted=whether experts need it) -> whether torch compiles SwiGLU, and for experts a router's kernels, for the
-    device, which is tried when called (`fuses_swiglu`)."""
+    """(weighted=whether experts need it) -> whether torch compiles SwiGLU for the device, and for experts a router's
+    kernels. The call tries it (`fuses_swiglu`)."""
     cuda: tuple[int, ...] = ()
     """The version of CUDA that torch was built for."""
 
@@ -132,10 +132,7 @@ class Capability:
             return cls(device.type)
         compute = torch.cuda.get_device_capability(device)
         cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-        grouped, scaled = (
-            hasattr(F, "grouped_mm"),
-            hasattr(F, "scaled_mm"),
-        )  # torch added these after _scaled_grouped_mm
+        grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")  # not in every torch that ppctl supports
         documents = _varlen_attn() if packed else None
         fuses = partial(fuses_swiglu, device)
         return cls(device.type, compute, documents, grouped, scaled, adds_products(device), fuses, cuda)
@@ -152,7 +149,7 @@ def _varlen_attn() -> AttendDocuments | None:
 
 
 def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
-    """The kernels of a run. Raises ConfigError (PP-E771) if the device lacks what the config names."""
+    """The kernels of a run. Raises ConfigError if the device (PP-E771, PP-E772) or a kernel (PP-E773) cannot serve."""
     model, cuda = config.model, can.device == "cuda"
     cast = autocast_dtype(config.parallel)
     if model.transformers is not None:
@@ -170,7 +167,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
         raise ConfigError(Problem("PP-E772", f"model.fp8={model.fp8} cannot be computed: {reason}", remedy))
     outside = _outside(config, can, dtype)
     packed = config.data.reset_attention_mask
-    # Under autocast operands have several dtypes, and neither of these two kernels is cast for.
+    # Under autocast operands have several dtypes, and it casts them for neither of these two kernels.
     joins = packed and cast is None and _joins_documents(model, can, dtype)
     groups = model.num_moe_experts is not None and cast is None and _groups_experts(model, can, dtype)
     return Kernels(
@@ -224,7 +221,7 @@ def _outside(config: RunConfig, can: Capability, dtype: str) -> dict[str, Kernel
     ):
         if role in outside and against:
             rest = [each.name for other, each in outside.items() if other != role]
-            raise refusal(f"{outside[role].name} for {role} is not asked with {key}={config[key]}", rest)
+            raise refusal(f"{outside[role].name} for {role} is never called with {key}={config[key]}", rest)
     return outside
 
 
@@ -246,9 +243,9 @@ def _attention(backend: str, can: Capability, *, lengths_vary: bool) -> tuple[SD
 
 
 def _unable(model: ModelConfig, can: Capability, dtype: str, *, blockwise: bool) -> str:
-    """Why this device has no kernel of the kind that `model.attention_backend` names; empty if it has.
+    """Why this device has no kernel of the kind that `model.attention_backend` names; empty if it has one.
 
-    Of fused kernels only flash attention is taken for blocks; its operands are filled up to one width.
+    `blockwise` attention takes no fused kernel but flash attention, whose operands are filled up to one width.
     """
     sizes, backend = Sizes.of(model), model.attention_backend
     if backend not in ("fused", "flash"):
@@ -260,7 +257,7 @@ def _unable(model: ModelConfig, can: Capability, dtype: str, *, blockwise: bool)
     if dtype not in ("bfloat16", "float16"):
         return f"on a GPU this attention computes in 16 bits, not in {dtype} (parallel.bf16=true)"
     if can.compute < (8, 0):
-        return f"it needs compute capability 8.0, and this GPU has {can.compute[0]}.{can.compute[1]}"
+        return f"it needs compute capability 8.0, but this GPU has {can.compute[0]}.{can.compute[1]}"
     widest = max(sizes.query_head, sizes.value_head) if blockwise else sizes.query_head
     if (blockwise or backend == "flash") and widest > WIDEST_HEAD:
         return f"flash attention's heads are at most {WIDEST_HEAD} wide, not {widest}"
@@ -268,7 +265,7 @@ def _unable(model: ModelConfig, can: Capability, dtype: str, *, blockwise: bool)
 
 
 def _blocks(model: ModelConfig, can: Capability, dtype: str) -> BlockAttention:
-    """Flash attention, if the device has it for these heads: other fused kernels have no part in it."""
+    """The kernel for blocks of keys: flash attention if the device has it for these heads, else the unfused one."""
     if model.attention_backend == "unfused":
         return UNFUSED
     if can.device != "cuda":
@@ -289,8 +286,8 @@ def _groups_experts(model: ModelConfig, can: Capability, dtype: str) -> bool:
     """Whether grouped_mm is one kernel for this model's experts, and right: rows of whole 16 bytes, on Hopper.
 
     On Blackwell the weight gradients of experts without rows are whatever was in memory (pytorch#172439). On other GPUs
-    torch fetches the groups' ends to the host and multiplies group by group, and waits for the device in every product
-    (pytorch#186620): with a product for each expert it is waited for once a layer.
+    torch fetches the groups' ends to the host, multiplies group by group, and waits for the device in every product
+    (pytorch#186620); ppctl's own products, one for each expert, wait once a layer.
     """
     fits = model.hidden_size % MULTIPLE == model.expert_width % MULTIPLE == 0
     return fits and dtype == "bfloat16" and can.device == "cuda" and can.compute[0] == 9 and can.grouped_products
@@ -303,7 +300,7 @@ def _fp8(model: ModelConfig, can: Capability, *, groups: bool) -> Fp8:
 
 
 def _unable_fp8(model: ModelConfig, can: Capability) -> tuple[str, str]:
-    """(why this GPU cannot compute `model.fp8`, an override that it can); empty if it can. A CPU emulates it."""
+    """(why this GPU cannot compute `model.fp8`, an override with which it can); both empty if it can, or for a CPU."""
     without = "model.fp8=null"
     if model.fp8 is None or can.device != "cuda":
         return "", ""
@@ -313,9 +310,9 @@ def _unable_fp8(model: ModelConfig, can: Capability) -> tuple[str, str]:
         return "experts need torch's scaled grouped product, which is for Hopper (compute capability 9.0)", without
     if model.num_moe_experts is not None and (model.fp8, model.fp8_recipe) != ("e4m3", "rowwise"):
         remedy = "model.fp8=e4m3 model.fp8_recipe=rowwise"
-        return "torch multiplies the rows of all experts in e4m3 with a scale for each row alone", remedy
+        return "torch multiplies the rows of all experts only in e4m3 with a scale for each row", remedy
     if can.compute < (8, 9):
-        return f"it needs compute capability 8.9, and this GPU has {can.compute[0]}.{can.compute[1]}", without
+        return f"it needs compute capability 8.9, but this GPU has {can.compute[0]}.{can.compute[1]}", without
     if model.fp8_recipe == "blockwise" and (can.compute[0] != 9 or can.cuda < (12, 9)):
         return "blockwise scales need Hopper (compute capability 9.0) and a torch for CUDA 12.9 or newer", without
     if model.fp8_recipe == "blockwise" and model.fp8 == "hybrid":

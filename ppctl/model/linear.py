@@ -1,9 +1,9 @@
 """Every product of an activation with a weight, and the embedding lookup, in ppctl's own models.
 
 Must not know layers, names, ranks or weights' values. Outside this file no module of `model/` reads a matrix
-(tests/torch/model/test_linear.py), so that another number format or another moment for weight gradients changes
-`product` and `grouped_product`, and an exchange between ranks beside a product changes the classes. Which dimension
-of a weight an axis splits is in its row (`geometry/parameters.py`): it is no argument here.
+(tests/torch/model/test_linear.py): another number format, or another moment for weight gradients, changes only
+`product` and `grouped_product`; an exchange between ranks beside a product changes only the classes. Which dimension
+of a weight an axis splits is in the weight's row (`geometry/parameters.py`): it is no argument here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Product = Callable[..., Tensor]
 def make_weight(*shape: int) -> nn.Parameter:
     """A weight of this shape without values, which `initialize` fills.
 
-    Torch's own modules draw values even on the meta device, for which an embedding imports torch's compiler: a second
-    of every rank's start.
+    Torch's own modules draw values even on the meta device, where an embedding imports torch's compiler for it: a
+    second of every rank's start.
     """
     return nn.Parameter(torch.empty(shape))
 
@@ -50,7 +50,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
-    """`product` in 8 bits, with a result in the dtype of `x`; so are both products of the backward.
+    """`product` in 8 bits, with a result in the dtype of `x`. Both products of the backward are in 8 bits, too.
 
     Saved for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
     tokens, for which `x` is scaled and rounded a second time, from its values in 8 bits.
@@ -60,7 +60,7 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
 
 
 def _by_rule(rule: ProductRule, weight: Tensor, x: Tensor, *kept: Tensor) -> Tensor:
-    """The rule's product; `kept` are what its gradients need of x and beside it."""
+    """The product of x and the weight by `rule`, whose gradients need `kept` beside the weight."""
     later = deferring(weight)
     if later is not None:
         return multiply(later, rule, weight, x, *kept)
@@ -69,12 +69,12 @@ def _by_rule(rule: ProductRule, weight: Tensor, x: Tensor, *kept: Tensor) -> Ten
 
 
 def _rule(fp8: Fp8) -> ProductRule:
-    """Products in 8 bits of an activation, whose rounded matrix is there as its values and scales, with a weight."""
+    """The rule for products in 8 bits of an activation, given with its rounded values and scales, and a weight."""
 
     def multiplied(x: Tensor, weight: Tensor, _: None, values: Tensor, scales: Tensor) -> Tensor:
         rounded = fp8.activation_of(values, scales, (x.shape[:-1].numel(), x.shape[-1]))
         out = fp8.multiply(rounded, fp8.weight(weight)).to(x.dtype)
-        # As torch's own products: a view that an autograd function returns refuses the sum in its memory (`leave`).
+        # No view, as torch's own products: autograd refuses a sum in the memory of a view from a function (`leave`).
         whole: Tensor = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])
         return whole
 
@@ -118,7 +118,7 @@ def multiply_scaled(a: Quantised, b: Quantised) -> Tensor:
         b.values.t(),
         scales_a,
         kind_a,
-        # A scale for each of b's rows goes beside its columns, as b does itself.
+        # Scales of b's rows are transposed with b.
         scales_b.t() if kind_b is F.ScalingType.RowWise else scales_b,
         kind_b,
         output_dtype=torch.bfloat16,
@@ -148,12 +148,12 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 
 
 def product_in_float32(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well; and `x`, for
-    whoever reads it next: to its gradient, which is a sum that nobody else holds, the product's backward adds its own.
+    """(`product` in float32, x): float64 numbers stay float64, and autocast changes nothing. Whoever reads x next must
+    read the returned x. To its gradient, which nobody else may hold, the backward adds this product's in place.
 
     Saved for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
-    they are summed: a GPU reads them as they are, and in the backward the gradient as the sum of two bfloat16 numbers
-    (16 of its 24 bits; the results have 8). The CPU makes copies in float32, without which it has no such product.
+    they are summed: a GPU reads the numbers as they are. In the backward it reads the gradient as the sum of two
+    bfloat16 numbers (16 of 24 bits; the results have 8). The CPU has no such product, and makes copies in float32.
     """
     out: tuple[Tensor, Tensor] = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own
     return out
@@ -195,7 +195,7 @@ def _read_as_they_are(x: Tensor, weight: Tensor) -> bool:
 
 
 def in_two(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, 2 x m]: a matrix [n, m] rounded to a narrower dtype, and beside it what that lacks, rounded as well."""
+    """[n, 2 x m]: a matrix [n, m] rounded to a narrower dtype, and beside it the rest, rounded as well."""
     parts = matrix.new_empty(len(matrix), 2, matrix.shape[1], dtype=dtype)
     high, low = parts.unbind(1)
     torch.sub(matrix, high.copy_(matrix), out=low)
@@ -217,7 +217,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def _row_by_row(matrix: Tensor) -> Tensor:
     """`matrix` with its rows one after another, as grouped_mm demands of the gradient that comes to its backward.
 
-    Not `contiguous`: a single row is that whatever its strides are, and grouped_mm looks at these.
+    Not by `contiguous()`: a single row is contiguous whatever its strides are, but grouped_mm looks at the strides.
     """
     in_place = matrix.stride() == (matrix.shape[1], 1)
     return matrix if in_place else matrix.clone(memory_format=torch.contiguous_format)
@@ -236,10 +236,10 @@ def for_each_group(
     """`block(product, rows, beside, *weights)` where each group of rows meets its own matrix of every stack.
 
     `rows` [n, in] are sorted by group, `counts` [groups] (int64) says how many each group has, a stack is [groups, out,
-    in], `beside` [n, ...] goes with the rows, and the block may treat each row for itself only. `at_once` runs the
-    block once, over all rows, by a kernel that most devices lack (`grouped_product`, or another `grouped`); else it
-    runs once for each group, and not product by product: torch's elementwise functions on the CPU give other bits at
-    the end of a tensor than inside it, and so a group's results would depend on the groups beside it. With `fp8` the
+    in], `beside` [n, ...] goes with the rows, and the block must treat each row by itself. `at_once` runs the block
+    once, over all rows, by a kernel that most devices lack (`grouped_product`, or another `grouped`). Otherwise the
+    whole block runs once for each group: torch's elementwise functions on the CPU give other bits at the end of a
+    tensor than inside it, so in one tensor a group's results would depend on the groups beside it. With `fp8` the
     products are in 8 bits, of rows that are `rounded` once.
     """
     if at_once and fp8 is not None:
@@ -267,7 +267,7 @@ def _grouped_in_fp8(rows: Operand, weights: Tensor, groups: Groups, fp8: Fp8) ->
 
 
 def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-    total = sum_of(weight)  # of a weight that came through hooks (recomputation) there is none to be found
+    total = sum_of(weight)  # None for a weight that came through hooks (recomputation)
     if total is None:
         return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
     add_gradient(total, gradient, x, weight)
@@ -275,7 +275,7 @@ def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _add_of_input(total: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of x in x @ weight.t(), added to a total in its memory, and on a device rounded once with it."""
+    """`total` plus the gradient of x in x @ weight.t(), in the memory of `total`; on a GPU in bfloat16 rounded once."""
     if total.device.type == "cpu" or total.dtype != torch.bfloat16:
         return total.add_(F.linear(gradient, weight.t()))
     rows = total.reshape(-1, total.shape[-1])
@@ -291,7 +291,7 @@ _PLAIN = ProductRule(
 
 
 def makes_sums(*projections: Linear | Projection) -> bool:
-    """Whether the products of these projections make the sums of gradients: of weights, and beside each other of x."""
+    """Whether these projections' products add up gradients themselves: of each weight, and of x over the products."""
     plain = all(each.fp8 is None and each.bias is None and sum_of(each.weight) is not None for each in projections)
     return plain and torch.is_grad_enabled()
 
@@ -318,7 +318,7 @@ class Linear(nn.Module):
         return _project(x, self, self.bias)
 
     def outputs(self, own: slice) -> Projection:
-        """The outputs with these numbers of the projection."""
+        """The projection to the outputs `own` alone; its weight and bias are views."""
         return Projection(self.weight[own], None if self.bias is None else self.bias[own], self.fp8)
 
 
@@ -347,7 +347,7 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
 
 
 def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None) -> Tensor:
-    """x through the projection; if it is split, x are a rank's own columns, and the ranks' products add up."""
+    """x through the projection; if it is split, x has a rank's own columns, and the ranks' products are summed."""
     if split is None:
         return _project(x, projection, projection.bias)
     return _with_bias(leave(_project(x, projection, None), split), projection)
@@ -390,5 +390,5 @@ class Embedding(nn.Module):
 
 
 def own_words(vocab_size: int, split: TensorSplit) -> range:
-    """The words whose rows of the embedding, and of the output, a rank holds."""
+    """The token ids whose rows of the embedding, and of the output, a rank holds."""
     return Place(split.rank, split.size).run(vocab_size)

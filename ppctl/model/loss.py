@@ -1,7 +1,7 @@
 """Cross entropy of next-token prediction, summed so that no cut of the batch changes what a token weighs.
 
-Logits are a last stage's largest tensors: in float32 (or, in a model of float64, in that) there are never more than
-LOSS_ROWS rows of them (decision 33).
+Logits are a last stage's largest tensors: there are never more than LOSS_ROWS rows of them in float32 (float64 in a
+model of float64) at a time (decision 33).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NO_TOKEN = -100
 def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False, words: Words | None = None) -> Tensor:
     """Cross entropy in nats, [b, s] and at least float32, of logits [b, s, vocab_size] and labels [b, s] (int64).
 
-    If ranks have the logits of their own `words`, [b, s, own words], each gets the losses of all tokens.
+    With `words` logits are [b, s, own words], of a rank's part of the vocabulary; every rank gets all tokens' losses.
 
-    Loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`. What is saved for the backward is the
-    logits and the labels. With `overwrite` the caller reads the logits no more: the backward writes their gradient into
+    Without, loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`; logits and labels are saved for
+    the backward. With `overwrite` the caller must not read the logits again: the backward writes their gradient into
     their memory, unless autograd keeps them for somebody else, and a second backward raises RuntimeError.
     """
     if words is not None:
@@ -59,14 +59,14 @@ def microbatch_loss(
 
 
 class Words(NamedTuple):
-    """A rank's own words of a vocabulary that is split, and the exchange with the ranks that have the other words."""
+    """A rank's own part of a split vocabulary, and the exchange with the ranks that have the other parts."""
 
     held: range
     split: TensorSplit
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Softmax and loss are made row by row, so that rows can be taken block by block without another bit."""
+    """Softmax and loss treat each row by itself: taking the rows block by block changes no bit."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
@@ -94,10 +94,10 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _LossesOfWords(torch.autograd.Function):
-    """Losses from the logits of a rank's own words: three numbers a token are exchanged, and no logits.
+    """Losses from the logits of a rank's part of the vocabulary: ranks exchange three numbers a token, and no logits.
 
-    They are the largest logit, the sum of exponentials and the label's logit. Padding has no words here: no rank holds
-    what is not in the vocabulary. Source: Shoeybi et al., arXiv:1909.08053, section 3.
+    They are the largest logit, the sum of exponentials and the label's logit. The vocabulary is not padded: no rank
+    holds what is not in it. Source: Shoeybi et al., arXiv:1909.08053, section 3.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ class _LossesOfWords(torch.autograd.Function):
         for part, most, into in _blocks(rows, largest, sums[0]):
             exponents = wide[: len(part)].copy_(part).sub_(most[:, None]).exp_()
             torch.sum(exponents, -1, out=into)
-        # A label's logit comes from the rank that has its word.
+        # A label's logit comes from the rank that holds the label.
         sums = words.split.add_up(sums)
         scale = largest + sums[0].log()
         losses = scale - sums[1]
@@ -139,10 +139,10 @@ class _LossesOfWords(torch.autograd.Function):
 
 
 def _memory_for_gradient(ctx: Any) -> Tensor:
-    """Where the gradient of the logits goes, the first tensor that was saved.
+    """Memory for the gradient of the logits, the first saved tensor. Raises RuntimeError if they are overwritten.
 
-    Into their own memory if that is wanted and nobody else needs it. What was overwritten is not even read: autograd
-    would refuse it in a message that does not name the loss.
+    It is the logits' own memory if that is wanted and nobody else needs it. What was overwritten is not even read:
+    autograd would refuse it in a message that does not name the loss.
     """
     if ctx.overwritten:
         raise RuntimeError("the logits of this loss were overwritten by their gradient in its first backward")
@@ -158,14 +158,14 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Memory for `count` blocks, which all blocks of a pass share: the system clears what a process takes anew."""
+    """Wide memory for `count` blocks, which all blocks share in turn: the system clears memory that is taken anew."""
     tokens, vocabulary = logits.shape[0] * logits.shape[1], logits.shape[2]
     wide = torch.empty(count, min(LOSS_ROWS, tokens), vocabulary, dtype=wide_dtype(logits.dtype), device=logits.device)
     return wide.unbind()
 
 
 def _log_softmax(rows: Tensor, wide: Tensor, out: Tensor) -> Tensor:
-    """In the dtype and the memory of `out`; that of `wide` is free again."""
+    """The log-softmax of `rows`, in the memory of `out`; `wide` is scratch memory."""
     logs: Tensor = torch.ops.aten._log_softmax.out(wide[: len(rows)].copy_(rows), -1, False, out=out[: len(rows)])
     return logs
 
@@ -187,10 +187,10 @@ def _log_softmax_backward(gradient: Tensor, logs: Tensor, out: Tensor) -> Tensor
 
 
 def _shared(tensor: Tensor) -> bool:
-    """Whether other tensors look into this one's memory, such as an output that its operation saved.
+    """Whether other tensors share this one's memory, such as an output that its operation saved.
 
-    torch has no public count of them. Were this one wrong, autograd would refuse the backward that needs the old
-    values: they have another version then.
+    torch has no public count of them. If this count were wrong, autograd would refuse the backward that needs the old
+    values, because the tensor's version has changed.
     """
     return _holders(tensor) > _holders(torch.empty(0, device="cpu"))
 
@@ -200,7 +200,7 @@ def _holders(tensor: Tensor) -> int:
 
 
 def without(labels: Tensor, mask: Tensor) -> Tensor:
-    """The labels [b, s] with NO_TOKEN if the mask says that a token does not count."""
+    """The labels [b, s], with NO_TOKEN where `mask` is 0: tokens that do not count."""
     return labels.masked_fill(mask == 0, NO_TOKEN)
 
 

@@ -4,8 +4,8 @@ arXiv:2412.19437).
 Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 
 Module k (from 0) takes at position i the hidden state of the module before it (first: the decoder's, after the final
-norm) and the embedding of token i + k + 1; the output projection computes from it the logits for token i + k + 2. If
-documents are kept apart, a document's end is to the modules what the end of the sequence is.
+norm) and the embedding of token i + k + 1; the output projection turns its result into logits for token i + k + 2. If
+documents are kept apart, the modules treat a document's end like the end of the sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ahead(x: Tensor, count: int, documents: Documents | None = None) -> Tensor:
 
 
 class PredictionModule(nn.Module):
-    """norm(projection of (norm(embedding), norm(hidden)), through a decoder layer): [b, s, h] -> [b, s, h]."""
+    """norm(decoder layer(projection of (norm(embedding), norm(hidden)))): [b, s, h] -> [b, s, h]."""
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class PredictionModule(nn.Module):
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        """The hidden state one token further on; the rest as a decoder layer takes it."""
+        """The hidden state one token further on; the other arguments are a decoder layer's."""
         embedded = self.after_embedding(embedded, draws)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         out: Tensor = self.norm(self.layer(x, turns, documents, draws))
@@ -68,7 +68,7 @@ class MultiTokenPrediction(nn.ModuleDict):
         super().__init__({"tok_embeddings": Embedding(model.vocab_size, model.hidden_size)})
         self.ids = list(ids)
         self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens
-        """The part of token ids [b, s] that this rank has, if several share sequences: they are read ahead before."""
+        """Token ids [b, s], already read `ahead` -> the part that this rank has, if several share sequences."""
         self.update({id_: PredictionModule(model, kernels) for id_ in self.ids})
 
     def forward(
@@ -79,7 +79,7 @@ class MultiTokenPrediction(nn.ModuleDict):
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> tuple[Tensor, ...]:
-        """One hidden state [b, s, h] per module, from the decoder's and the token ids [b, s] of its inputs."""
+        """One hidden state [b, s, h] per module, from the decoder's hidden state and its inputs' token ids [b, s]."""
         states = []
         for depth, id_ in enumerate(self.ids, 1):
             embedded = self["tok_embeddings"](self.own(ahead(tokens, depth, documents)))

@@ -2,9 +2,9 @@
 
 No bit changes: autograd gets the numbers back that it saved.
 
-The unit is the storage. Of several tensors that look into one it is copied once, and a storage that lives anyway (of a
-parameter, of the stage's input, of what all layers read) stays where it is. At most one layer's storages at a time are
-on their way out; when the backward of a layer begins, those of the layer before it are fetched.
+The unit is the storage. One that several tensors share is copied once; one that lives anyway (of a parameter, of the
+stage's input, of what all layers read) stays where it is. At most one layer's storages at a time are on their way out;
+when the backward of a layer begins, the storages of the layer before it are fetched.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Free(NamedTuple):
 class HostBuffers:
     """Buffers in host memory, which are made once and used again; pinned for a GPU.
 
-    They come in eight sizes for each power of two: how many rows an expert gets differs from step to step.
+    They come in eight sizes for each power of two, because the number of rows an expert gets differs between steps.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -56,7 +56,7 @@ class HostBuffers:
         """Bytes of all buffers that were made."""
 
     def take(self, size: int) -> _Free:
-        """The buffer of at least `size` bytes that was given back first, or a new one."""
+        """The buffer of at least `size` bytes given back first, or a new one. It is free once `read` has passed."""
         rounded = rounded_size(size)
         free = self._free.setdefault(rounded, deque())
         if free:
@@ -69,7 +69,7 @@ class HostBuffers:
         self._free[buffer.numel()].append(_Free(buffer, read))
 
     def multiply(self, times: int) -> None:
-        """Have `times` as many as are there, all of them given back: to pin memory may wait for the device."""
+        """Make buffers, so that there are `times` as many; all must be given back. Pinning may wait for the device."""
         for size, free in self._free.items():
             missing = len(free) * (times - 1)
             self.bytes += missing * size
@@ -99,7 +99,7 @@ class Copies:
         self.buffers = HostBuffers(pinned=on_gpu)
 
     def out(self, items: Collection[Moved]) -> Event:
-        """Start to copy out, after what the device was asked to compute so far. `wait` before the bytes there go."""
+        """Start copying to the host, behind what is enqueued. `wait` for the event before freeing device memory."""
         with self._beside(self._out):
             for moved in items:
                 assert moved.device is not None
@@ -138,7 +138,7 @@ class Copies:
                 moved.host = None
 
     def wait(self, event: Event) -> None:
-        """Let what is computed from now on wait for an `out` or a `back`."""
+        """Let what is computed from now on wait for the event of an `out` or a `back`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -173,7 +173,7 @@ class Offload:
             leaving.gone()
 
     def stage(self, runs: Sequence[tuple[Run, Sequence[nn.Module]]], number: int) -> list[Run]:
-        """The calls of a stage's decoder, of which the first `number` leave what they save to the host.
+        """The calls of a stage's decoder, of which the first `number` move what they save to the host.
 
         `runs` are the calls in order, each with the layers that it runs.
         """
@@ -191,7 +191,7 @@ class _Stage:
         self._last: LayerStorages | None = None
 
     def moving(self, run: Run, layers: Sequence[nn.Module], *, first: bool) -> Run:
-        """`run`, of which what is saved goes to the host when it ends."""
+        """`run`, whose saved tensors go to the host when it has ended."""
         kept = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
 
         def call(x: Tensor, *places: Any) -> Tensor:
@@ -212,8 +212,8 @@ class _Stage:
         return call
 
     def fetching(self, run: Run) -> Run:
-        """`run`, the first one that moves nothing: after its forward all is out, and its backward fetches the layer
-        before it."""
+        """`run`, the first one that moves nothing: after its forward the layer before is out, and its backward fetches
+        that layer."""
 
         def call(x: Tensor, *places: Any) -> Tensor:
             out = run(x, *places)
@@ -258,20 +258,20 @@ class LayerStorages:
         return _Packed(self, self._moved[key], tensor.dtype, *place)
 
     def leave(self) -> None:
-        """Begin to move; the layer before is out by then."""
+        """Begin to copy to the host; first free the device memory of the layer before."""
         self._offload.release()
         self._alive.clear()
         self._out = self._offload.copies.out(self._moved.values())
         self._offload.leaving = self
 
     def gone(self) -> None:
-        """Let go of what is out."""
+        """Free the device memory of what was copied out; what is computed next waits for the copies."""
         self._offload.copies.wait(self._out)
         for moved in self._moved.values():
             moved.device = None
 
     def fetch(self) -> None:
-        """Begin to bring everything back, unless that has begun."""
+        """Begin to bring everything back, unless that has begun; what has not left the device stays there."""
         items, self._moved = list(self._moved.values()), {}
         if self._offload.leaving is self:  # nothing has left the device yet
             self._offload.leaving = None
@@ -281,7 +281,7 @@ class LayerStorages:
             self._back = self._offload.copies.back(items, self._out)
 
     def arrive(self) -> None:
-        """Wait until everything is back, while the layer before, whose backward comes next, is fetched."""
+        """Fetch everything, begin to fetch the layer before, whose backward comes next, and wait for the former."""
         if self._arrived:
             return
         self._arrived = True

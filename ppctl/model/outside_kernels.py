@@ -21,7 +21,7 @@ Role = Literal["attention", "grouped_product", "dispatch", "norm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUse:
-    """The sizes and options of a run on each rank: sizes of the rank's own part, 0 if the model has none."""
+    """The sizes and options of a run on each rank. Sizes are of the rank's own part; 0 if the model has none."""
 
     device: str
     """`cuda` or `cpu`."""
@@ -38,10 +38,10 @@ class KernelUse:
     width: int = 8
     values_width: int = 8
     experts: int = 0
-    """Each with `expert_width` between its products."""
+    """The number of routed experts; each is `expert_width` wide between its products."""
     expert_width: int = 0
     bias: bool = False
-    """Whether norms are LayerNorm, with a bias; else RMSNorm. `epsilon` is theirs."""
+    """Whether norms are LayerNorm, with a bias; else RMSNorm. `epsilon` is the norms' epsilon."""
     epsilon: float = 1e-5
 
 
@@ -77,9 +77,9 @@ class Kernel:
 
 
 def choose_outside(names: Sequence[str], use: KernelUse, *, compiles: bool = False) -> dict[str, Kernel]:
-    """Role -> the first kernel of `names` for it that fits. If the layers around are compiled, it is left as it is.
+    """Role -> the first kernel of `names` for it that fits. With `compiles` torch.compile leaves the kernels out.
 
-    Raises ConfigError (PP-E773) if a name leads to no kernel, or none of a role's fits.
+    Raises ConfigError (PP-E773) if a name leads to no kernel, or if none of a role's kernels fits.
     """
     chosen: dict[str, Kernel] = {}
     against: dict[str, str] = {}
@@ -108,7 +108,7 @@ def load_kernel(name: str) -> Kernel:
 
 
 def refusal(message: str, rest: Sequence[str] = ()) -> ConfigError:
-    """The error of a kernel that does not serve, with the other ones as the remedy."""
+    """The error of a kernel that does not serve; the remedy names the kernels `rest`."""
     value = f"[{','.join(rest)}]" if rest else "null"
     return ConfigError(Problem("PP-E773", message, pasted(f"model.kernels={value}")))
 

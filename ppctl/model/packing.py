@@ -33,7 +33,7 @@ class Documents:
         return max(max(row) for row in self.lengths)
 
     def each(self, function: Callable[..., Tensor], *tensors: Tensor, dim: int) -> Tensor:
-        """`function` of every document by itself, put together again; rows are dimension 0, a row's tokens `dim`."""
+        """`function` of every document by itself, joined again; rows are dimension 0, a row's tokens are `dim`."""
         rows = []
         for row, lengths in enumerate(self.lengths):
             parts = zip(*(tensor[row : row + 1].split(lengths, dim) for tensor in tensors), strict=True)

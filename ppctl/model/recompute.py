@@ -1,4 +1,4 @@
-"""Activation recompute: layers and modules that keep their inputs only, and outputs that are computed a second time.
+"""Activation recompute: layers and modules that keep only their inputs, and outputs that are computed a second time.
 
 Recompute changes no bit: every operation is the same, on the same numbers, in the same order.
 """
@@ -27,7 +27,7 @@ CHECKPOINTED = {
     "moe": (("moe", "forward"),),
     "experts": (("moe.experts", "forward"),),
 }
-"""Name, Megatron's but for `experts` -> (module of a layer, its method) that keeps its inputs only."""
+"""Name (Megatron's, except `experts`) -> (module of a layer, its method), which keeps only its inputs."""
 
 MADE_AGAIN = {
     "layernorm": (("attention_norm", "forward"), ("ffn_norm", "forward")),
@@ -50,9 +50,8 @@ def recompute(
     offload: Offload | None = None,
     offloaded: Collection[Layer] = (),
 ) -> Switch:
-    """Let the stage with this number recompute what the config names; the switch spares single microbatches (`full`).
-
-    What its first layers, those `offloaded`, keep all the same goes to the host through `offload`.
+    """Change the stage with this number: it recomputes what the config names, runs of layers only while the returned
+    switch is on. What its first layers, those `offloaded`, still keep goes to the host through `offload`.
     """
     switch = Switch()
     layers = stage.decoder_layers()
@@ -72,7 +71,7 @@ def recompute(
         if layer.kind == "mtp":
             layers[layer].forward = _checkpointed(layers[layer].forward, switch)
     names = recomputed_modules(train, number)
-    # A compiled graph has no hooks: what is recomputed beside it is called as it is.
+    # A compiled graph has no hooks: modules that are recomputed are called uncompiled.
     call = torch.compiler.disable if names and train.compile else _as_it_is
     for module in layers.values() if names else ():
         _recompute_modules(module, names, call)
@@ -104,13 +103,13 @@ def _checkpointed(function: Function, switch: Switch) -> Function:
 
 
 class _SecondCall:
-    """A call of a function of which the inputs alone are kept, through the hooks `around` it: what its operations save,
-    and its `outputs` if they are wanted, is made by a second call, when the backward first needs something.
+    """A call of a function that keeps only the inputs, through the hooks `around` it. When the backward first needs
+    something, a second call makes what the operations save, and the function's `outputs` if they are wanted.
 
-    As torch's non-reentrant checkpoint, which imports its compiler for it (2.3 s a process) and wraps a hook anew for
+    As torch's non-reentrant checkpoint; but that imports torch's compiler (2.3 s a process) and wraps a hook anew for
     every call. The graph is that of the first call, so that gradients add up in the same order. Unless outputs are
-    wanted, the second call is given up after the last tensor that the first one saved; each of these is free when its
-    operation's backward has used it.
+    wanted, the second call is given up after the last tensor that the first one saved; each saved tensor is free when
+    its operation's backward has used it.
     """
 
     def __init__(self, function: Function, inputs: Sequence[Any], around: _Hooks, *, outputs: bool = False) -> None:
@@ -139,7 +138,7 @@ class _SecondCall:
         return self._outputs
 
     def call_again(self) -> None:
-        """Make everything that the backward still asks for."""
+        """Make everything that the backward still asks for. Raises AssertionError if fewer tensors are saved."""
         count = 0
 
         def save(tensor: Tensor) -> Tensor:
@@ -159,7 +158,7 @@ class _SecondCall:
         except _EnoughError:
             return
         if count < len(self._saved) or not self._to_its_end:
-            message = f"a function saved {len(self._saved)} tensors, and {count} when it was called again"
+            message = f"a function saved {len(self._saved)} tensors, but {count} when it was called again"
             raise AssertionError(message)
         self._outputs = tuple(tensor.detach() for tensor in _as_tuple(outputs))
 
@@ -242,7 +241,7 @@ class _Outputs:
         return call
 
     def not_kept(self, function: Function) -> Function:
-        """A function of tensors whose outputs the operations that save them do not keep."""
+        """`function` of tensors, whose outputs are not kept by the operations that save them."""
 
         def call(*inputs: Tensor) -> Any:
             if not torch.is_grad_enabled():
@@ -269,7 +268,7 @@ class _KeptTensor(NamedTuple):
 
 
 class _Hooks(NamedTuple):
-    """The hooks around a layer: torch itself would apply the innermost ones alone."""
+    """The hooks around a layer: torch itself would apply only the innermost hooks."""
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]

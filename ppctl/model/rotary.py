@@ -37,10 +37,10 @@ class Rotary:
         self._turns = torch.empty(0, 2, self.dim // 2, device="cpu")
 
     def turns(self, like: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
-        """Cosines and sines [length, 2, dim / 2] of the positions in a row, on the device of `like` and in its dtype.
+        """Cosines and sines [length, 2, dim / 2] of the positions below `length`, with the device and dtype of `like`.
 
-        With other `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a row's own table for all
-        heads.
+        With `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a table for each sample, for all
+        its heads.
         """
         kept = self._turns
         if len(kept) < length or kept.device != like.device or kept.dtype != like.dtype:
@@ -65,8 +65,8 @@ class Rotary:
 
 
 def _slowed(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
-    """[dim / 2] frequencies, those that turn less than `beta_slow` times in the original length divided by the factor,
-    those that turn more than `beta_fast` times kept, and a ramp between.
+    """The frequencies [dim / 2] for the extended length. In the original length, those that turn less than `beta_slow`
+    times are divided by the factor, those that turn more than `beta_fast` times are kept, with a ramp in between.
     """
     ramp = _ramp_of_turns if model.rotary_scaling_type == "llama3" else _ramp_of_indices
     slow = ramp(frequencies, model, dim).clamp(0, 1)
@@ -74,13 +74,13 @@ def _slowed(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
 
 
 def _ramp_of_turns(frequencies: Tensor, model: ModelConfig, _: int) -> Tensor:
-    """Llama 3.1: linear in the turns within the original length."""
+    """How far each frequency is slowed: 0 or less not, 1 or more fully. Llama 3.1: linear in the turns it makes."""
     turns = model.original_max_position_embeddings * frequencies / (2 * math.pi)
     return (model.beta_fast - turns) / (model.beta_fast - model.beta_slow)
 
 
 def _ramp_of_indices(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
-    """YaRN: linear in the index of the frequency, between whole indices."""
+    """As `_ramp_of_turns`, for YaRN: linear in the index of the frequency, between whole indices."""
 
     def index_of(turns: float) -> float:
         length = model.original_max_position_embeddings
@@ -104,8 +104,8 @@ def rotate(x: Tensor, turns: Tensor | None, *, first: int = 0, interleaved: bool
     `turns` [(b, 1,) s, 2, half] has cosines and sines for 2 x half dimensions; the others stay as they are.
     `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as in
     Llama. The product of queries and keys is the same, because both are reordered. Without `turns` heads stay as they
-    are: the model has learned positions. A token's heads lie side by side in the result: attention's has the layout of
-    its queries, and the projection after it reads it without a copy.
+    are: the model has learned positions. In the result a token's heads lie side by side: attention's result has the
+    layout of its queries, and so the projection after it reads that result without a copy.
     """
     if turns is None:
         return x
@@ -120,8 +120,8 @@ def rotate_heads(
 ) -> Tensor:
     """`rotate` of a projection's result x [b, s, heads x dim], by head [b, heads, s, dim].
 
-    If x is the caller's `own`, which nobody else reads, the result takes its memory, and the gradient of x that of the
-    result's, which attention makes for it alone. Of a view autograd would copy both.
+    If nobody but the caller reads x (`own`), the result overwrites x, and the gradient of x overwrites the result's
+    gradient, which attention makes for it alone; not if x is a view, of which autograd would copy both.
     """
     # First what a compiler traces without a break: it cannot ask whether x is a view.
     if not own or torch.compiler.is_compiling() or x._is_view() or not x.is_contiguous():
@@ -136,8 +136,8 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """x cos + (-high, low) sin, each product and the sum rounded for itself, and its reverse for the gradient. Of x
-    [b, s, heads x dim] with so many `heads` in place."""
+    """x cos + (-high, low) sin, where each product and the sum is rounded, and the reverse for the gradient. With
+    `heads` x is [b, s, heads x dim], and is overwritten."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, turns: Tensor, first: int, interleaved: bool, heads: int | None) -> Tensor:
@@ -154,8 +154,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, turns: Tensor, first: int, interleaved: bool, heads: int | None, *, back: bool) -> Tensor:
-    """Turned heads, or their gradient, in three passes over their turned dimensions: all products of a pair, then both
-    sums in place."""
+    """Turned heads, or their gradient, in three steps over the turned dimensions: all products of a pair, then both
+    sums, in place. With `heads` the result is x, overwritten, if it is contiguous."""
     stop, of_low, of_high = first + 2 * turns.shape[-1], *((torch.add, torch.sub) if back else (torch.sub, torch.add))
     if heads is None:
         b, count, s, dim = x.shape

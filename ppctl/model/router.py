@@ -31,7 +31,7 @@ class Routing(NamedTuple):
     auxiliary: Tensor | None
     """The auxiliary loss of this microbatch (scalar, coefficients applied); None if there is none."""
     x: Tensor
-    """The tokens, for whoever reads them next: to their gradient the router adds its own."""
+    """The tokens. Whoever reads them next must read these: the router adds its gradient of the tokens to theirs."""
 
 
 class SumOverTokens(Protocol):
@@ -40,7 +40,7 @@ class SumOverTokens(Protocol):
     ranks: int
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in the memory of x, which has no gradient."""
+        """The sum over the ranks, in the memory of x, which has no gradient. A collective of these ranks."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Router(nn.Module):
         """The ranks that have the other tokens of a microbatch, if there are any."""
 
     def reset_bias(self, device: torch.device | str) -> None:
-        """Start the bias at zero, in float32 at least: a step of it is lost in bfloat16."""
+        """Set the experts' bias, if there is one, to zero, in float32 at least: bfloat16 would lose an update of it."""
         if self.model.moe_router_enable_expert_bias:
             wide = wide_dtype(self.weight.dtype)
             self.expert_bias = torch.zeros(self.num_experts, dtype=wide, device=device)
@@ -87,7 +87,7 @@ class Router(nn.Module):
         return torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device) if counts is None else counts
 
     def forward(self, x: Tensor) -> Routing:
-        """Route the tokens of `x` [b, s, h]."""
+        """Route the tokens of `x` [b, s, h]. In training, enter losses and counts into the ledger."""
         logits, x = product_in_float32(x, self.weight)
         sigmoid = self.model.moe_router_score_function == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
@@ -150,7 +150,7 @@ def count_by_number(numbers: Tensor, size: int) -> Tensor:
 
 
 def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
-    """`scores` [..., E] with -inf outside the `kept` best of equal groups, by their two best experts (DeepSeek-V3)."""
+    """`scores` [..., E], with -inf outside the `kept` groups whose two best experts have the largest sums."""
     grouped = scores.unflatten(-1, (groups, -1))
     strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
     others = strength.topk(groups - kept, dim=-1, largest=False).indices[..., None]
@@ -159,11 +159,11 @@ def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
 
 
 def balance_loss(scores: Tensor, topk: int, others: SumOverTokens | None = None) -> Tensor:
-    """E / (K T^2) x sum over experts of (tokens whose K best it is among) x (sum of its scores): 1 if balanced.
+    """E / (K T^2) x sum over experts of (tokens with the expert among their K best) x (sum of the expert's scores).
 
-    `scores` [n, T, E] add up to 1 over the experts; the mean over n. The K best are those of the scores alone, without
-    bias or groups, as in the DeepSeek-V3 report (equation 18) and in Megatron. If `others` have equal shares of the
-    tokens, this rank's share of the loss: the counts are everybody's, the scores its own.
+    It is 1 if balanced. `scores` [n, T, E] add up to 1 over the experts; the loss is the mean over n. The K best are by
+    scores alone, without bias or groups, as in the DeepSeek-V3 report (equation 18) and in Megatron. If `others` have
+    equal shares of the tokens, it is this rank's share of the loss, from everybody's counts and this rank's scores.
     """
     _, tokens, experts = scores.shape
     best = scores.detach().topk(topk, dim=-1).indices.flatten(1)

@@ -1,8 +1,8 @@
 """Products whose weights are divided over ranks, and the exchanges beside them: how tokens and columns change places.
 
-Between blocks a rank has hidden states of whole width: of all tokens, or under sequence parallelism of its own. Inside
-a block it has its own columns (heads, inner widths, words of the vocabulary) of all tokens. `columns` and `enter` lead
-in, `leave` leads out.
+Between blocks a rank has hidden states of whole width: of all tokens, or under sequence parallelism of its own tokens.
+Inside a block it has its own columns (heads, inner widths, a part of the vocabulary) of all tokens. `columns` and
+`enter` lead in, `leave` leads out. All ranks of the split call them, in one order.
 
 Source: Shoeybi et al., arXiv:1909.08053 (f and g); Korthikanti et al., arXiv:2205.05198 (their forms under sequence
 parallelism; the input of `columns` is gathered again in its backward, so that only a rank's own tokens are kept).
@@ -21,9 +21,9 @@ from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, defe
 from ppctl.weight_gradients.wide_sums import AtOnce
 
 Pending = Callable[[], Tensor]
-"""The result of an exchange that was started; to call it waits, on a GPU without the host."""
+"""The result of an exchange that was started. Calling it waits; on a GPU the stream waits, not the host."""
 Prepare = Callable[[Tensor], tuple[Tensor, ...]]
-"""An activation -> the x and the others of a `ProductRule`, made once for all products with it."""
+"""An activation -> x and what else a `ProductRule` keeps of it, made once for all products with the activation."""
 
 
 class TensorSplit(Protocol):
@@ -35,19 +35,19 @@ class TensorSplit(Protocol):
     """Whether every rank has tokens of its own between blocks: equal runs of neighbours, in order of the ranks."""
 
     def start_gather(self, x: Tensor) -> Pending:
-        """All tokens' [b, s, ...] of the own ones' [b, s / size, ...]; without `sequence` x itself."""
+        """Start to gather the ranks' x [b, s / size, ...] to all tokens' [b, s, ...]; without `sequence` it is x."""
 
     def start_sum(self, x: Tensor) -> Pending:
-        """The sum over the ranks of x [b, s, ...], of the own tokens [b, s / size, ...]; without `sequence` of all.
+        """Start to sum x [b, s, ...] over the ranks, for the own tokens [b, s / size, ...]; without `sequence` for all.
 
-        The memory of x may be taken for it.
+        The sum may overwrite x.
         """
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in the memory of x."""
+        """The sum over the ranks, in the memory of x. A collective."""
 
     def largest(self, x: Tensor) -> Tensor:
-        """The maximum over the ranks, in the memory of x."""
+        """The maximum over the ranks, in the memory of x. A collective."""
 
 
 class _Alone:
@@ -67,8 +67,8 @@ def columns(
 ) -> tuple[Tensor, ...]:
     """x [b, tokens, in] times each of the weights [own out, in] by `rule`: [b, s, own out] of all tokens.
 
-    The backward gathers x again beside the products that need no x, and sums its gradient beside those that make the
-    weights'. Gradients of weights that are deferred gather x once more, when they are made.
+    The backward gathers x again beside the products that need no x, and sums the gradient of x beside those for the
+    weights' gradients. If these are deferred, x is gathered once more when they are made.
     """
     later: DeferredGradients | AtOnce | None
     later, *others = [deferring(weight) for weight in weights]
@@ -84,7 +84,7 @@ def columns(
 
 
 def enter(x: Tensor, split: TensorSplit | None) -> Tensor:
-    """A hidden state of which every rank then uses its own columns, of all tokens."""
+    """The hidden state x of all tokens, for a block in which every rank uses its own columns."""
     if split is None:
         return x
     entered: Tensor = exchange(_Enter, x, split)
@@ -92,7 +92,7 @@ def enter(x: Tensor, split: TensorSplit | None) -> Tensor:
 
 
 def leave(x: Tensor, split: TensorSplit | None) -> Tensor:
-    """The sum over ranks of what each computed from its own columns: a hidden state between blocks."""
+    """The sum over ranks of what each computed from its own columns: a hidden state between blocks. May overwrite x."""
     if split is None:
         return x
     left: Tensor = exchange(_Leave, x, split)
@@ -154,7 +154,7 @@ class _GatheredAgain:
         self.operands: tuple[Tensor, ...] | None = None
 
     def of(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The operands that x, the own tokens, becomes; for one more use."""
+        """The operands made of x, this rank's tokens. Counts as one of the `uses`."""
         operands = self.operands or self.prepare(self.split.start_gather(x)())
         self.uses -= 1
         self.operands = operands if self.uses else None
@@ -175,7 +175,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,), split = gradients, ctx.split
-        # Sums are made in its memory, into which others may look.
+        # The sum is made in the gradient's memory, which others may read.
         return split.start_sum(gradient if split.sequence else gradient.clone())(), None
 
 

@@ -69,17 +69,17 @@ class StageModule(nn.Module):
         self._compare()
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
-        """Token ids [b, s] (int64) if the stage owns the embedding, else hidden states [b, s, h], through the stage.
+        """Run the stage on token ids [b, s] (int64) if it owns the embedding, else on hidden states [b, s, h].
 
-        Token ids and `packing` are of whole rows, even if ranks share these; hidden states of a rank's own tokens.
-
-        A stage with MTP modules and no embedding needs `tokens` as well; `packing` tells layers where documents end.
-        From the first MTP module on there are several hidden states: the decoder's, then one per module. Returns hidden
+        Token ids and `packing` cover whole rows, even if ranks share rows; hidden states cover a rank's own tokens. A
+        stage with MTP modules and no embedding needs `tokens` as well; `packing` tells layers where documents end. From
+        the first MTP module on there are several hidden states: the decoder's, then one per module. Returns hidden
         states, or logits [b, s, vocab_size] if the stage owns the loss: always new tensors, also from an empty
         stage, so that input and output are two nodes of the graph (one may be freed without the other).
+        Raises ValueError if a model with dropout is trained without `packing.draws`.
         """
         if self.drops and packing.draws is None and torch.is_grad_enabled():
-            raise ValueError("a model with dropout is trained with Packing.draws: what its draws depend on")
+            raise ValueError("training a model with dropout needs Packing.draws, on which its draws depend")
         x, *others = inputs
         length = x.shape[1] if self.tok_embeddings is not None else self._length(x)
         positions = self._positions(length, packing.positions, x.device)
@@ -111,11 +111,11 @@ class StageModule(nn.Module):
         return x + learned
 
     def _length(self, x: Tensor) -> int:
-        """Tokens in a row of which the hidden state `x` [b, s, h] has this rank's own."""
+        """The tokens of a whole row, if the hidden state `x` [b, s, h] has this rank's own tokens of it."""
         return x.shape[1] * self.context.size * (self.split.size if self.split and self.split.sequence else 1)
 
     def _positions(self, length: int, given: Tensor | None, device: torch.device) -> Tensor | None:
-        """[b or 1, s] int64: of the tokens to which the rank's heads attend; None for those of a whole row."""
+        """The positions [b or 1, s] (int64) of the tokens in this rank's attention; None: 0 to s - 1."""
         if self.context.size == 1:
             return given
         return self._own_halves(torch.arange(length, device=device)[None] if given is None else given)
@@ -133,7 +133,7 @@ class StageModule(nn.Module):
         return x.chunk(self.split.size, dim=1)[self.split.rank]
 
     def _own_draws(self, draws: Draws | None, length: int) -> Draws | None:
-        """`draws` with the positions in a row of the rank's own tokens."""
+        """`draws`, with the positions of the rank's own tokens in their row."""
         if draws is None or (self.split is None and self.context.size == 1):
             return draws
         positions = torch.arange(length, device=draws.samples.device)[None]
@@ -175,7 +175,7 @@ class StageModule(nn.Module):
                 module.split = split
 
     def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
-        """Have the tokens of this place of every sequence, and attend to the others' by these `cp_comm_type`s."""
+        """Have the tokens at this place of every sequence; layers attend to the others by their `cp_comm_type`s."""
         self.context = place
         for layer, module in self.decoder_layers().items():
             attention = module.get_submodule("attention")
@@ -201,8 +201,8 @@ class StageModule(nn.Module):
 
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
-        """The output projection, the gradient of whose result is [b, s, vocab_size]; and what another's kernel
-        multiplies, whose gradients autograd computes in I."""
+        """The output projection, because its result's gradient is [b, s, vocab_size]; and the experts' weights if a
+        kernel from outside multiplies them, because autograd computes their gradients in I."""
         outside = [module for module in self.modules() if isinstance(module, Experts) and module.grouped]
         stacks = [parameter for module in outside for parameter in module.parameters()]
         return (*stacks,) if self.output is None else (self.output.weight, *stacks)
@@ -212,7 +212,7 @@ class StageModule(nn.Module):
         self._runs = runs
 
     def _keep_own_parts(self) -> None:
-        """Replace every parameter that is split here for one of the shape of the rank's part."""
+        """Replace every parameter that is split here by one with the shape of the rank's part."""
         for name, parameter in self.canonical_parameters().items():
             row = self._rows.get(name)
             if row is None or tuple(parameter.shape) != WHOLE.shape(row):
@@ -222,7 +222,7 @@ class StageModule(nn.Module):
                 setattr(self.get_submodule(owner), own, make_weight(*shape))
 
     def _compare(self) -> None:
-        """Refuse to be built of other parameters than the table has: counts, norms and checkpoints read that."""
+        """Raise LookupError if the parameters are not the table's, which counts, norms and checkpoints read."""
         shapes = {name: self.parts.shape(row) for name, row in self._rows.items()}
         tensors: dict[str, Tensor] = {**self.canonical_parameters(), **self.canonical_buffers()}
         built = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -257,7 +257,7 @@ def build_stage(
     initialize: Initialize = initialize,
     kernels: Kernels = ON_CPU,
 ) -> StageModule:
-    """Build a stage of those `parts`, give it memory on `device` in `dtype`, and let `initialize` fill it."""
+    """Build a stage with these `parts`, give it memory on `device` in `dtype`, and let `initialize` fill it."""
     module = _given_memory(meta_stage(spec.layers, model, parts, kernels), dtype, device)
     initialize(module.canonical_parameters(), model, seed, parts)
     for router in module.routers():
@@ -275,7 +275,7 @@ def meta_stage(
 
 
 def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device | str) -> StageModule:
-    """`module.to(dtype).to_empty(device=device)`, without sympy, which that imports."""
+    """`module.to(dtype).to_empty(device=device)`, without importing sympy as these two do."""
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device=device)

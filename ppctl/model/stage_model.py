@@ -35,8 +35,8 @@ class StageModel(Protocol):
 
         The first stage gets token ids [b, s] (int64), every other one the tensors of its edge. `tokens` are the token
         ids again, for stages with an embedding or MTP modules; `packing` says where documents end. The last stage
-        returns logits [b, s, vocab_size], and further ones for each MTP module. Training makes the loss of them, and
-        then overwrites them with their gradient, unless autograd keeps them for the stage's own backward.
+        returns logits [b, s, vocab_size], and further ones for each MTP module. Training computes the loss from them,
+        and then overwrites them with their gradient, unless autograd keeps them for the stage's own backward.
         """
 
     @abstractmethod
@@ -52,7 +52,7 @@ class StageModel(Protocol):
         """Enter training mode or, with False, evaluation mode, as `nn.Module` does."""
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
-        """The tensors that are trained without a gradient, and belong into a checkpoint, by name."""
+        """The tensors that are trained without a gradient, and belong in a checkpoint, by name."""
         return {}
 
     @property
@@ -86,19 +86,19 @@ class StageModel(Protocol):
     def asks(self) -> bool:
         """Whether every product asks if its weight's gradient is deferred, as those of `model/linear.py` do.
 
-        If it is not so, torch's functions are watched while a schedule splits backwards into I and W.
+        If False, torch's functions are watched while a schedule splits backwards into I and W.
         """
         return False
 
     @property
     def whole(self) -> Sequence[Tensor]:
-        """Weights whose gradients a split backward computes in I: those whose operands are too large to be kept."""
+        """Weights whose gradients a split backward computes in I, for example if operands are too large to be kept."""
         return ()
 
     @property
     def adds_to_loss(self) -> bool:
-        """Whether the last stage's last output, in training, is no logits but what the model itself adds to the loss of
-        a microbatch: a number, with its coefficients. The objective has the mean of it over the microbatches.
+        """Whether the last stage's last output, in training, is not logits but a number that the model itself adds to a
+        microbatch's loss, with coefficients applied. The objective has the number's mean over the microbatches.
         """
         return False
 

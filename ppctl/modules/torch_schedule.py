@@ -293,7 +293,7 @@ class TorchSchedule(PipelineScheduleMulti):
                     message, remedy = f"{what} as a DTensor", "output.to_local() in the stage that sends it"
                     problems.append(Problem(CODE, message, remedy))
                 elif trains and not each.requires_grad:
-                    message = f"{what} without a gradient, and every tensor between stages gets one back"
+                    message = f"{what} requires no gradient, but every tensor between stages gets one back"
                     problems.append(Problem(CODE, message, "schedule.step(..., NAME=tensor) on every rank"))
         if problems:
             raise ConfigError(problems)

@@ -1,1 +1,1 @@
-"""The page behind every error code."""
+"""The page of every error code, and the pages that translate other systems' names."""

@@ -34,7 +34,7 @@ def all_to_all(
 def start_exchange(
     arrived: Tensor, rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None
 ) -> dist.Work:
-    """Start to fill `arrived`; both tensors are contiguous."""
+    """Start an exchange that fills `arrived` from all ranks' `rows`; returns the work. Both tensors are contiguous."""
     starting(group)
     work: dist.Work = dist.all_to_all_single(arrived, rows, receives, sends, group=group, async_op=True)
     return work

@@ -18,7 +18,7 @@ _LEVELS = ("inner", "outer")
 
 
 class AxisGroups(dict[str, ProcessGroup]):
-    """Axis, or several axes joined by `-`, to this rank's group along it; an axis of one rank may have none. With
+    """An axis, or several joined by `-` -> this rank's group along it; an axis of one rank may have none. With
     `sequence_parallel`, ranks along tp have tokens of their own between the products that they divide."""
 
     sequence_parallel: bool = False

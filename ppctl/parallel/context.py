@@ -3,8 +3,8 @@
 How a block of queries attends to a block of keys (`model/block_attention.py`), and how whole sequences attend, are
 parameters. Megatron's `cp_comm_type` names the ways, each an `Attend` of `model/attention.py` to a rank's part of rows:
 
-* `p2p` (`RingAttention`): keys and values travel round; each hop runs beside the blocks of those at hand.
-* `all_gather` (`GatherAttention`): keys and values are gathered once, beside the blocks of the rank's own.
+* `p2p` (`RingAttention`): keys and values travel round; each hop runs while the blocks at hand are computed.
+* `all_gather` (`GatherAttention`): keys and values are gathered once, while the rank's own blocks are computed.
 * `a2a` (`HeadExchange`): an all-to-all gives each rank whole sequences of some heads.
 * `a2a+p2p`: a HeadExchange within groups of neighbours, around a RingAttention between these groups.
 
@@ -105,13 +105,13 @@ class _Blockwise:
         return out
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
-        """Everything that this rank's queries see, its own keys first. Each part's exchange starts before the previous
-        part."""
+        """Yield all that this rank's queries see, its own keys first. Starts each part's exchange before it yields the
+        previous part. Every rank of the group must take all parts."""
         raise NotImplementedError
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """The gradients of the rank's own keys and values, of all ranks, in the memory of `own` (zeros); `parts` are
-        the gradients of each of `self.parts`, in order."""
+        """Sum all ranks' gradients of this rank's own keys and values, in the memory of `own` (zeros). `parts` are the
+        gradients that this rank computes, for each of `self.parts` in order."""
         raise NotImplementedError
 
     def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None, *, apart: bool) -> BlockGroup:
@@ -160,7 +160,7 @@ class RingAttention(_Blockwise):
         yield part
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """The gradients follow their keys and values one hop behind, and get every rank's share on the way."""
+        """Send sums of gradients round, one hop behind their keys and values; each rank adds its share on the way."""
         hop = None
         _add(own, next(parts))
         for part in parts:
@@ -175,11 +175,11 @@ class RingAttention(_Blockwise):
 
 
 class GatherAttention(_Blockwise):
-    """Keys and values of all ranks are gathered beside the blocks within the rank's own halves, in the backward again;
-    their gradients are summed and scattered."""
+    """Keys and values of all ranks are gathered while the blocks within the rank's own halves are computed, and again
+    in the backward; their gradients are summed and scattered."""
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Dropped | None) -> Iterator[BlockGroup]:
-        """Yield its own keys and values, half by half, then all that come before each half."""
+        """Yield this rank's own keys and values, half by half, then all that come before each half."""
         gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
         starting(self.group)
         work = all_gather(gathered[0].view(-1), keys_values.view(-1), group=self.group, async_op=True)
@@ -190,7 +190,7 @@ class GatherAttention(_Blockwise):
         yield BlockGroup(blocks, to_whole(gathered.pop(), 2))
 
     def summed(self, own: Tensor, parts: Iterator[Gradients]) -> Tensor:
-        """Sum the gradients of all ranks' keys and values by one reduce_scatter."""
+        """Add the first of `parts`, this rank's own, to `own`, then by a reduce_scatter the other, over all ranks."""
         b, groups, s, width = own.shape
         _add(own, next(parts))
         for part in parts:
@@ -222,7 +222,7 @@ class HeadExchange:
         scale: float | None = None,
         drops: Dropped | None = None,
     ) -> Tensor:
-        """An `Attend`, for a number of heads that the ranks divide."""
+        """An `Attend`; the number of heads must be a multiple of the ranks."""
         size, widths = self.group.size(), (q.shape[-1], k.shape[-1], v.shape[-1])
         repeats = size // gcd(k.shape[1], size)
         if repeats > 1:

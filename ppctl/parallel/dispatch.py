@@ -124,8 +124,8 @@ class ExpertExchange:
         return done if group is None else all_to_all(group, receives, sends, done)[0]
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
-        """Numbers of rows, on the host: the only place in a layer where the host waits for the device, since buffers
-        and messages need sizes."""
+        """Return `numbers` of rows on the host. Only here in a layer the host waits for the device, since buffers and
+        messages need sizes."""
         every = iter(torch.cat(numbers).tolist())
         return [list(islice(every, len(each))) for each in numbers]
 
@@ -166,7 +166,7 @@ def _gather_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> T
 
 
 def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Sum rows in order of the ranks, in the dtype of the rows."""
+    """Sum this rank's own rows over the ranks, in the ranks' order and in the rows' dtype."""
     own = shared[group.rank()]
     (parts,) = exchange(group, shared, [own] * len(shared), rows)
     total, *others = parts.split(own) if own else [parts]

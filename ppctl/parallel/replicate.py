@@ -41,8 +41,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
-        """Start summing the stage's gradients / `divisor` beside the rest of the pipeline: once a step, after the
-        stage's last backward. Until `finish`, the gradients' values are undefined."""
+        """Divide the stage's gradients by `divisor`, and start summing them beside the rest of the pipeline: once a
+        step, after the stage's last backward. Until `finish`, the gradients' values are undefined."""
         own = self.stages[stage]
         for parameter in own if divisor != 1.0 else ():
             if parameter.grad is not None:
@@ -55,15 +55,15 @@ class GradientReducer:
             self._running += start_sums(parameters, group)
 
     def finish(self) -> None:
-        """Wait for every reduction started since the last call: the gradients are the sums."""
+        """Wait for every reduction started since the last call; then the gradients are the sums."""
         for work in self._running:
             work.wait()
         self._running.clear()
 
 
 def start_sums(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start summing gradients over the group, in buckets; returns the works to wait for. Until then gradients are
-    undefined."""
+    """Start summing gradients over the group, in buckets; returns the works to wait for. Replaces every `grad` (None
+    counts as zeros) by a part of its bucket, undefined until then."""
     works = []
     for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
         flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket])  # all bring the same buckets

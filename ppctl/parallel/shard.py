@@ -1,9 +1,9 @@
 """Tensors divided over a process group: sums go to the owner of each part, and whole tensors come from all parts.
 
 In equal parts a tensor is read flat, padded to a multiple of the group's size n, and cut into n runs, of which rank r
-holds the r-th: a reduce-scatter and an all-gather. Or each run, of any length, belongs to one rank: one `reduce` to
-every owner and one `broadcast` from it, in the order of ranks, which together send as much, without padding. Every rank
-of the group makes the same calls.
+holds the r-th: a reduce-scatter and an all-gather. Or it is cut into runs of any length, each of one owner: one
+`reduce` to every owner and one `broadcast` from it, in the order of ranks; together these send as much, without
+padding. Every rank of the group makes the same calls.
 """
 
 from __future__ import annotations

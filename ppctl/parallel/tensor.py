@@ -18,7 +18,7 @@ from ppctl.parallel.shard import all_gather, reduce_scatter
 
 
 class TensorParallel:
-    """The ranks of `group`, each with a part of every split weight; `sequence`: and with its own tokens in between."""
+    """The ranks of `group`, each with a part of every split weight, and with `sequence` its own tokens in between."""
 
     def __init__(self, group: dist.ProcessGroup, *, sequence: bool) -> None:
         self.group = group
@@ -41,8 +41,8 @@ class TensorParallel:
         return gathered
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum over ranks of x [b, s, ...]; returns the function that waits for it: the own tokens [b, s /
-        size, ...], or all, in the memory of x."""
+        """Start the sum over ranks of x [b, s, ...]. The function returned waits for it and gives this rank's tokens
+        [b, s / size, ...] of it, or all without sequence parallelism; then a contiguous x is overwritten."""
         starting(self.group)
         if not self.sequence:
             total = rows = x.contiguous()
@@ -72,7 +72,7 @@ class TensorParallel:
 
 
 class SharedTokens:
-    """The ranks that have equal shares of a microbatch's tokens: along each of the groups one after another."""
+    """The ranks that have equal shares of a microbatch's tokens; a sum goes along one of the groups after another."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self.groups = tuple(groups)
@@ -96,7 +96,7 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.Proces
 
 
 def gather_runs(own: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """The whole tensor, `size` long along `dim`, from each rank's contiguous slice (as `geometry/rows.py` cuts it)."""
+    """Gather the whole tensor, `size` long along `dim`, from the ranks' contiguous slices (of `geometry/rows.py`)."""
     step = -(-size // group.size())
     first = own.movedim(dim, 0)
     filled = first.new_zeros(step, *first.shape[1:])

@@ -55,7 +55,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Replace the gradient of each use held here by the sum; call after the data-parallel reduction."""
+        """Replace each held use's gradient by the sum. Every rank with a use calls this, after data-parallel sums."""
         if not self.own:
             return
         some = next(iter(self.own.values()))

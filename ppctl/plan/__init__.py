@@ -2,13 +2,13 @@
 
     plan, types        the values that launcher and ranks read
     build              makes them from a derivation, in this order:
-    dispatch_nodes     by how many nodes tokens go to experts; expert_dispatch: the plan's lines about this
+    dispatch_nodes     over how many nodes tokens go to experts; expert_dispatch: the plan's lines about this
     sizes              the world and the batch; rampup: a batch that grows
     layout_choice      the layout, with split_options; auto_layout searches one, with layout_scores
     schedule_choice    the schedule and its warm-up, with schedule_search and schedule_file
-    stages             what each stage holds, and the part of it that replicas divide
-    memory, prices     their costs, also from a measured profile, and what ranks send
-    memory_limit       a device's limit, without memory that torch does not allocate
+    stages             what each stage holds, and which part of it dp replicas divide among them
+    memory, prices     the costs of stages, also from a measured profile, and what ranks send
+    memory_limit       a device's limit, less the memory that torch does not allocate
     violations         the config with its sources, and problems with remedies that were tried
     plan_picture       the plan as a picture
     parity, rehearsal  plans and results of `ppctl parity` and `ppctl rehearse`

@@ -32,7 +32,7 @@ def balanced_cut(
     sizes: ParallelSizes,
     measured: Profile | None = None,
 ) -> LayoutCut:
-    """The best layout with as many stages as `cut`, and the equation that compares it with others."""
+    """`cut` with the best layout of as many stages, and the equation that compares this layout with others."""
     config, model = values.config, values.config.model
     mtp, known = model.mtp_num_layers or 0, dict[Hashable, StagePrice]()
     last = len(cut.layout.stages) - 1
@@ -46,7 +46,7 @@ def balanced_cut(
         )
         if (key := alike(model, config.train, stage, layers)) not in known:
             held = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
-            # Gradients are summed once a step: a layout is judged by its microbatches.
+            # Gradients are summed once a step: a layout is judged by its microbatches alone.
             known[key] = priced(stage, layers, False)._replace(reduce_s=0.0), held
         return known[key]
 
@@ -78,8 +78,8 @@ def _equation(result: SearchResult, mtp: int, batch: BatchSplit) -> str:
 
 
 ALLOWANCE = 2_000_000
-"""Actions that one search may simulate: two to three seconds. Finalists of long steps are as many actions again, and
-scoring all neighbours of a layout of 128 stages takes a further second."""
+"""Actions that one search may simulate, which takes two to three seconds. With long steps the finalists may have as
+many actions again; scoring all neighbours of a layout with 128 stages takes a further second."""
 
 NEIGHBOURS = 24
 """How many neighbours of the best layout are simulated before it counts as a minimum."""
@@ -116,8 +116,8 @@ class SearchResult:
 
 
 class LayoutSearch:
-    """A search. Of `stages` only the places count; `schedule` may be lowered; if no layout fits into `limit` bytes of a
-    device, the best exceeds it least."""
+    """The search for a layout. It uses only the places of `stages`; `schedule` may be lowered. If no layout fits into
+    the `limit` bytes of a device, the best is the one that exceeds them least."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class LayoutSearch:
         self.results: dict[Candidate, Simulated] = {}
 
     def run(self) -> SearchResult:
-        """Descend from each start, then try the neighbours of the best candidate until `_PATIENCE` rounds in a row find
-        nothing better or the allowance is spent; simulate the finalists in full."""
+        """Simulate what descents from the starts reach, and plain candidates; then the best candidates' neighbours,
+        until `_PATIENCE` rounds in a row find nothing better or the allowance is spent; then the finalists in full."""
         promise = self.scores.promise
         even = self.simulated(self.space.even())
         starts = {self.descended(start) for start in _starts(self.space, self.scores)}
@@ -171,7 +171,7 @@ class LayoutSearch:
         return self.weight * len(self.results)
 
     def order(self, simulated: Simulated) -> tuple[int, float, int, Candidate]:
-        """Least excess of memory, then least time, then least memory."""
+        """The key by which results are sorted: least excess of memory, then least time, then least memory."""
         return (self.scores.excess(simulated.peak), simulated.step_time, simulated.peak, simulated.candidate)
 
     def best(self) -> Simulated:
@@ -190,14 +190,14 @@ class LayoutSearch:
             candidate, score = best, better
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """The most promising neighbours by score, and by the stages' evenness, which counts more in a short step."""
+        """The most promising new neighbours by score, and by evenness of stages, which counts more in short steps."""
         fresh = [self.scores.promise(move) for move in self.space.moves(candidate) if move not in self.results]
         by_score = sorted(fresh)[: NEIGHBOURS // 2]
         by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]
         return [move for _, move in dict.fromkeys((*by_score, *by_spread))]
 
     def simulated(self, candidate: Candidate) -> Simulated:
-        """The candidate with its step simulated, microbatches beyond the settled ones at the slowest rank's pace."""
+        """The candidate with its simulated step; microbatches that were left out count at the slowest rank's pace."""
         if candidate not in self.results:
             prices = self.scores.stage_prices(candidate)
             pace = max(self.scores.rank_seconds([cost.seconds for cost, _ in prices]))
@@ -213,13 +213,13 @@ class LayoutSearch:
         return replace(simulated, step_time=self.step_time(self.schedule, prices))
 
     def step_time(self, schedule: Schedule, prices: Sequence[StagePrice]) -> float:
-        """Seconds of one step at these prices, executed with messages but without the rest of a simulation."""
+        """Seconds of one step at these prices. The schedule is executed with its messages, but no trace is made."""
         costs = simulation_costs([cost for cost, _ in prices], self.stages)
         return max(ends[-1] for ends in execute(schedule, costs.seconds(), costs.messages.__getitem__).ends if ends)
 
 
 def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
-    """Candidates with stages filled to a bound, for every stage of the MTP layers; for the last also even shares."""
+    """For each possible stage of the MTP layers a candidate with filled stages; for the last two also even shares."""
     last = space.num_stages - 1
     for home in space.homes:
         counted: list[Sequence[int]] = [_filled(space, scores, home)]
@@ -231,7 +231,7 @@ def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
 
 
 def _filled(space: Space, scores: Scores, home: int) -> list[int]:
-    """Layers per stage for the least bound on a stage's time at which stages, filled in turn, hold all layers."""
+    """Layers per stage if stages are filled in turn, each up to the least time with which they hold all layers."""
     low, high = 0.0, sum(scores.seconds(1, i, 1) for i in range(space.num_layers))
     high += scores.seconds(space.num_stages - 1)
     for _ in range(40):

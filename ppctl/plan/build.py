@@ -63,8 +63,8 @@ def plan_checked(
     title: str | None = None,
     before: Plan | None = None,
 ) -> Plan:
-    """`build_plan` for a config that `config.checks` has checked: its `problems` come first. In place of a search for a
-    schedule, the one of the plan `before` is taken if its pipeline is the same."""
+    """`build_plan` for a config that `config.checks` has checked: its `problems` come first. If the plan `before` has
+    the same pipeline, its schedule is taken in place of a search for one. Raises ConfigError as `build_plan` does."""
     outside = beyond_limits(config)
     if any(is_size(key) for key in outside):
         raise ConfigError(problems)  # nothing can be derived from the values that these problems name
@@ -79,8 +79,8 @@ def plan_checked(
 
 
 def plan_alone(values: ConfigValues) -> Plan | None:
-    """The plan of checked values, with any memory; None if sizes, layout or schedule allow none. For searches: without
-    remedies and the smaller sizes of a growing batch, either of which takes longer than the plan."""
+    """The plan of checked values, also if it does not fit the device; None if sizes, layout or schedule allow none. For
+    searches: it lacks remedies and the smaller sizes of a growing batch, either of which takes longer than the plan."""
     violations = beyond(values)
     derivation = derive(values, violations)
     return None if violations or derivation is None else _assemble(derivation, values.config.log.name, grows=False)
@@ -196,8 +196,8 @@ def _judge(values: ConfigValues) -> Judge:
 
 
 def judged(values: ConfigValues) -> Violations:
-    """The problems of values and sizes or, if these are sound, of the memory that they need."""
-    # Without a search, which takes seconds: if the even split fits, so does the layout that it finds.
+    """The problems of values and sizes and, if the sizes are sound, of the memory that they need."""
+    # Without a search, which takes seconds: if the even split fits, so does the layout that a search finds.
     violations = beyond(values)
     derivation = derive(values, violations, search=False)
     if violations or derivation is None:
@@ -226,7 +226,7 @@ def _held(derivation: Derivation) -> Sequence[RankCost]:
 
 
 def whose_seconds(config: RunConfig) -> tuple[Derived, ...]:
-    """A line on the program that the preset's seconds are of, and on their accuracy."""
+    """A line that says which program the preset's seconds are for, and how accurate they are."""
     stack = config.cost.stack
     text = f"seconds: {whose_prices(device_of(config), stack)} (cost.stack={stack})"
     return (Derived("cost.stack", stack, text),)
@@ -287,7 +287,7 @@ def offloaded(
     which = f"the first {layers} decoder layers of every stage leave" if whole else "all decoder layers leave"
     equation = (
         f"offloaded: {which} up to {amount(slowest.offloaded_bytes)} of a microbatch to the host, and a rank up to "
-        f"{amount(host)} at once; copying takes {slowest.copy_s:.3g} s each way, beside a forward and a backward of "
-        f"{slowest.forward_s:.3g} and {slowest.backward_s:.3g} s"
+        f"{amount(host)} at once; copying takes {1e3 * slowest.copy_s:.3g} ms each way, beside a forward and backward "
+        f"of {1e3 * slowest.forward_s:.3g} and {1e3 * slowest.backward_s:.3g} ms"
     )
     return (Derived("offloaded", round(host / GIB.size, 2), equation),)

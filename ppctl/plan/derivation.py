@@ -39,7 +39,7 @@ class Derivation:
 
     values: ConfigValues
     world: ParallelSizes
-    """How each axis divides the world, with one chunk per rank: the layout gives their number."""
+    """How each axis divides the world, as if each rank had one chunk: only the layout gives the number of chunks."""
     equations: tuple[Derived, ...]
     """The equations of the world."""
     batch: BatchSplit
@@ -100,7 +100,7 @@ class Derivation:
         return rank_pricer(self.values.config, self.stages, self.sizes, self.batch.micro_batch_size)
 
     def compute_only(self, num_microbatches: int) -> tuple[Schedule, tuple[Derived, ...]]:
-        """The schedule without messages, and the equation of its warm-up if ppctl chose that."""
+        """The schedule without messages, and the equation of its warm-up if ppctl chose the warm-up."""
 
         def make(extra_warmup: int) -> Schedule:
             return schedule_choice.compute_only(self.values, self.choice, self.cut.vpp, num_microbatches, extra_warmup)
@@ -120,7 +120,7 @@ def derive(
     values: ConfigValues, violations: Violations, *, search: bool = True, before: Plan | None = None
 ) -> Derivation | None:
     """Sizes, layout, batch and the choice of schedule; None if one cannot be derived. Adds violations to `violations`.
-    Without `search`, `layout=auto` stays the even split, and the schedule `auto` 1F1B. `before` as in
+    Without `search`, `layout=auto` stays the even split, and the schedule `auto` stays 1F1B. `before` is as in
     `plan_checked`."""
     if not violations:
         check_stages(values, violations)
@@ -177,8 +177,8 @@ def _searched(start: Derivation, before: Plan | None) -> Derivation:
 
 
 def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
-    """The derivation with the best schedule in place of 1F1B; if the layout is `auto`, too, with the best layout for
-    it."""
+    """The derivation with the best schedule in place of 1F1B and, if the layout is `auto` as well, with the best layout
+    for that schedule."""
     count, sizes = start.batch.num_microbatches, start.sizes
     kept = kept_choice(before, start.cut.layout.canonical(), sizes, count)
     if kept is not None:

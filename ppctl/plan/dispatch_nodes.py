@@ -22,12 +22,12 @@ def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
         return "no token leaves its rank for an expert: ep is 1"
     nodes = sizes.nodes_along("ep", per_node)
     if nodes is None:
-        return f"groups of ep {sizes.ep} ranks, {sizes.stride('ep')} apart, do not cover whole nodes of {per_node}"
+        return f"groups of ep {sizes.ep} ranks, {sizes.stride('ep')} apart, do not fill nodes of {per_node}"
     if nodes == 1:
         return f"all ep {sizes.ep} ranks of a group are on one node of {per_node}"
     if runs.number % nodes:
         return (
-            f"a node sums whole runs of experts, or groups of the router, and {runs.number} do not spread over {nodes}"
+            f"a node sums whole runs of experts, or router groups, but {nodes} nodes cannot share {runs.number} evenly"
         )
     return None
 

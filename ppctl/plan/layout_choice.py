@@ -1,4 +1,4 @@
-"""The layout: the config's, compared with pp, vpp and the model, or the even split."""
+"""The layout: the config's, checked against pp, vpp and the model, or the even split."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ AUTO = "auto"
 """The value of `parallel.layout` for which a layout is searched."""
 
 MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED, MOST_HOMES_SEARCHED = 256, 64, 2**17
-"""The largest sizes that `auto` searches within seconds. The last: layers x stages x pp_ranks where MTP layers may
-be."""
+"""The largest sizes that `auto` searches within seconds. The last is layers x stages x pp, since pp stages may hold the
+MTP layers."""
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
 RECOMPUTED = "train.recompute_stages"
@@ -42,8 +42,8 @@ class LayoutCut:
 
 
 def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> LayoutCut | None:
-    """The layout; None if none fits, and then `violations` has the reasons. `chunks` is the number of chunks per rank
-    that the schedule asks for, and why: the even split's vpp if none is set."""
+    """The layout; None, with the reasons in `violations`, if none fits. `chunks` is the number of chunks per rank that
+    the schedule asks for, and why; the even split has as many if vpp is not set."""
     split = compile_split(values, violations)
     if split is not None:
         return _split_cut(values, split, violations)
@@ -58,7 +58,7 @@ def check_offloading(values: ConfigValues, stages: Sequence[Sequence[LayerType]]
     """Add a violation if more layers are offloaded than any stage of the layout has."""
     number, most = values[OFFLOADED_LAYERS], max(stage.count(LayerType.decoder) for stage in stages)
     if values[OFFLOADING] and number > most:
-        message = f"{OFFLOADED_LAYERS}={number} counts decoder layers of one stage, and no stage has more than {most}"
+        message = f"{OFFLOADED_LAYERS}={number} counts decoder layers of one stage, but no stage has more than {most}"
         place = values.cite(OFFLOADED_LAYERS, "pp", "vpp", "model.num_layers")
         ways = {OFFLOADED_LAYERS: most}, {OFFLOADING: False, OFFLOADED_LAYERS: 0}
         violations.append(Violation("PP-E226", OFFLOADED_LAYERS, message, place, *ways))
@@ -72,15 +72,15 @@ def check_search(values: ConfigValues, num_stages: int, violations: Violations) 
         message = (
             f"layout=auto searches for layouts of at most {MOST_LAYERS_SEARCHED} decoder layers on at most "
             f"{MOST_STAGES_SEARCHED} stages, and with multi-token prediction of at most {MOST_HOMES_SEARCHED} layers x "
-            f"stages x pp; here {layers} layers on {num_stages} stages and pp {values['pp']}"
+            f"stages x pp; here there are {layers} layers on {num_stages} stages and pp {values['pp']}"
         )
         place = values.cite("layout", *LAYERS, "pp", "vpp")
         violations.append(Violation(TOO_MUCH, "search", message, place, {"layout": None}))
 
 
 def _split_cut(values: ConfigValues, split: tuple[str, Derived], violations: Violations) -> LayoutCut | None:
-    """The cut of the layout that Megatron's or NeMo's options were compiled to; it is printed, and checked by all
-    rules."""
+    """The cut of the layout that Megatron's or NeMo's options were compiled to; None, with violations, if it breaks a
+    rule of layouts."""
     text, equation = split
     layout = PipelineParallelLayerLayout(text, values["pp"])
     if wrong := layout.problems(values["model.num_layers"], values["model.mtp_num_layers"]):
@@ -97,7 +97,7 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
     """The even split; vpp is 1 unless it is set, or the schedule asks for more."""
     wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or wanted
-    # Sizes without any layout are a typing error in one of these.
+    # If the sizes allow no layout at all, one of these is a typing error.
     fewer = ({"pp": min(pp, layers), "vpp": 1}, {"model.num_layers": pp * vpp})
     try:
         text = even_layout(layers, pp * vpp, values["model.mtp_num_layers"] or 0)
@@ -162,7 +162,7 @@ def _disagreement(values: ConfigValues, count: int) -> Violation:
             f"the layout has {count} stages, which pp {pp} ranks cannot share evenly: vpp = {count} / {pp} is not whole"
         )
     else:
-        message = f"the layout has {count} stages, and pp {pp} x vpp {vpp} = {pp * vpp}"
+        message = f"the layout has {count} stages, but pp {pp} x vpp {vpp} = {pp * vpp}"
         message += f"; {count} stages on pp {pp} would be vpp={count // pp}" if count % pp == 0 else ""
     return Violation("PP-E220", "layout", message, values.cite("layout", "pp", "vpp"), *_agreements(values, count))
 
@@ -173,7 +173,7 @@ def _agreements(values: ConfigValues, count: int) -> Iterator[Overrides]:
     if count % pp == 0:
         yield {"vpp": count // pp}
     yield from _even(values)
-    # A typed layout stays; a recipe's layout would be set aside for the new sizes unless it is typed, too.
+    # A typed layout stays; a recipe's layout would be dropped for the new sizes unless it is typed, too.
     keep: Overrides = (
         {}
         if values.source("layout").startswith(PLACE)
@@ -195,13 +195,13 @@ def _even(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def check_recompute(values: ConfigValues, stages: int, violations: Violations) -> None:
-    """Add violations for stages to recompute that the pipeline does not have, and for an empty list."""
+    """Add a violation for stages to recompute that the pipeline does not have, or for an empty list."""
     chosen = values[RECOMPUTED]
     if chosen is None:
         return
     missing = [number for number in chosen if not 0 <= number < stages]
     if missing or not chosen:
-        what = f"stage {missing[0]} is not there" if missing else "no stage is named"
-        message = f"{RECOMPUTED}={chosen}: {what}; stages are 0 to {stages - 1}, pp x vpp of them"
+        what = f"there is no stage {missing[0]}" if missing else "it names no stage"
+        message = f"{RECOMPUTED}={chosen}: {what}; the pp x vpp stages are 0 to {stages - 1}"
         place = values.cite(RECOMPUTED, "pp", "vpp")
         violations.append(Violation("PP-E217", RECOMPUTED, message, place, {RECOMPUTED: None}))

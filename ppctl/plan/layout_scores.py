@@ -47,13 +47,13 @@ class Space:
     """The stages that may hold the MTP layers: -1 alone if the model has none."""
 
     def even(self) -> Candidate:
-        """The candidate whose stages have the most even numbers of layers, the MTP layers in the last stage that may
-        hold them."""
+        """The candidate whose stages have the most even numbers of layers, with the MTP layers in the last stage that
+        may hold them."""
         return Candidate(even_counts(self.num_layers, self.num_stages), self.homes[-1])
 
     def plain(self) -> Iterator[Candidate]:
-        """Candidates as people write them: some layers beside E and at the end, even shares between, an empty last
-        stage."""
+        """Candidates as people write them: some layers beside E and in the last stage with layers, even shares between
+        these two, and up to two empty stages at the end."""
         most = min(self.num_layers, -(-self.num_layers // self.num_stages) + 1)
         for home, empty in product(self.homes[-2:], range(3)):
             for first, final in product(range(most + 1), repeat=2):
@@ -67,8 +67,8 @@ class Space:
                         yield candidate
 
     def moves(self, candidate: Candidate, sources: Iterable[int] | None = None) -> Iterator[Candidate]:
-        """Candidates with one decoder layer moved from a stage (of `sources`; None: of all) to another, layers between
-        shifting, or with the MTP layers in another stage."""
+        """Candidates with one decoder layer fewer in a stage of `sources` (None: in any) and one more in another, which
+        shifts the layers between, or with the MTP layers in another stage."""
         counts, home = candidate
         for source in range(self.num_stages) if sources is None else sources:
             if counts[source] == 0:
@@ -102,7 +102,7 @@ class Score(NamedTuple):
 
 
 class Scores:
-    """Judges candidates for one schedule; `limit` is bytes of a device."""
+    """Scores candidates for one schedule; `limit` is how many bytes a device has for stages, None without a limit."""
 
     def __init__(self, schedule: Schedule, price: Price, limit: int | None) -> None:
         place = schedule.placement

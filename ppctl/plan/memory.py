@@ -41,8 +41,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def device_of(config: RunConfig) -> Device:
-    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU for a run on CPUs; or the
-    device itself where a search has changed prices."""
+    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU for a run on CPUs. Where a
+    search has changed prices, `cost.device` is the device itself."""
     named: str | Device = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
     return named if isinstance(named, Device) else preset(named)
 
@@ -75,7 +75,7 @@ RankPricer = Callable[..., tuple[RankCost, ...]]
 
 
 class _StageBytes(NamedTuple):
-    """By stage, the bytes of `StageActivations`, and of the message that it receives."""
+    """By stage, the bytes of `StageActivations`, and of the message that the stage receives."""
 
     kept: list[int]
     in_forward: list[int]
@@ -96,7 +96,7 @@ class _LastingBytes(NamedTuple):
     summed: dict[int, int]
     """By stage, bytes of the copy of its gradients while they are summed; empty if no copy is made."""
     tied: int | None
-    """Bytes of another use's gradient, beside the state; None for an allocator without figures for backwards."""
+    """Bytes of a tied embedding's gradient (`_tied_sum`), beside the state; None without figures for backwards."""
     buffers: int
 
     def at(self, stages: Mapping[int, int]) -> _LastingBytes:
@@ -108,11 +108,11 @@ class _LastingBytes(NamedTuple):
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> RankPricer:
-    """Return a function from a schedule to each pp_rank's bytes; parts that do not depend on it are computed once."""
+    """Return a function from a schedule to each pp_rank's bytes; what depends on no schedule is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
     kinds = [alike(config.model, config.train, stage.stage, stage.layers) for stage in stages]
     alive = once_a_kind(kinds, stages, lambda each: stage_activations(config.model, each.layers, setting, each.stage))
-    for at, stage in enumerate(stages if config.train.replay else ()):  # second gradients, the forward again
+    for at, stage in enumerate(stages if config.train.replay else ()):  # gradients twice, and the forward once more
         once, count = alive[at], trained_count(config.model, stage.layers)
         more = state_bytes(count, sizes, precision_of(config), "none").gradients
         alive[at] = once._replace(in_backward=max(once.in_backward, once.in_forward - once.kept) + more)
@@ -206,7 +206,7 @@ def _ranks(
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> _LastingBytes:
-    """Bytes of a pp_rank with the stages `own` that no schedule changes, during the whole step and at its end."""
+    """Bytes of a pp_rank with the stages `own`, in the whole step or at its end, that are equal under all schedules."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers, sizes) for stage in own)
@@ -238,7 +238,7 @@ def halves_of(
     inputs = once_a_kind(kinds, stages, lambda each: stage_activations(model, each.layers, of_inputs, each.stage))
     whole, first = ([each.in_backward for each in some] for some in (alive, inputs))
     ends = ends_of([each.kept for each in alive], whole, first, later)
-    most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]  # it leaves W nothing
+    most = [*map(max, ends.needs[I], ends.needs[B])] if config.train.replay else ends.needs[I]  # replay's W has no work
     return ends._replace(needs={**ends.needs, I: most})
 
 
@@ -381,8 +381,8 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:
     """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x each form of its messages.
     Buffers of one form (shapes and dtypes) are not used for another. A capacity includes the sends that may be under
-    way, as if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are
-    counted."""
+    way, as if each rank sent as many messages as it gets; with frozen stages, sends are counted at the channel's sender
+    instead."""
     total = [0] * len(of_rank)
     for channel, capacity in schedule.capacities.items():
         senders = of_rank[channel.source]

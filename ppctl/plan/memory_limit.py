@@ -69,11 +69,11 @@ NETWORK = 512 * MIB
 MESSAGE_ENDS = 8
 """Ends of a pipeline's channels on one rank: activations and gradients, in and out, at two neighbours."""
 MESSAGE_CHANNELS = 4
-"""NCCL channels of each: `MAX_CTAS` of `ppctl.comm.connections`."""
+"""NCCL channels of each such end: `MAX_CTAS` of `ppctl.comm.connections`."""
 
 
 def unit_for(largest: int) -> Unit:
-    """The unit of a sum or a column: the largest unit that its largest number is not below."""
+    """The unit of a sum or a column: the largest unit of which its largest number has at least one; else KiB."""
     return next((unit for unit in (GIB, *_SMALLER) if largest >= unit.size), _SMALLER[-1])
 
 
@@ -84,13 +84,13 @@ def amount(size: int) -> str:
 
 
 def size_text(size: int) -> str:
-    """`amount`; below a MiB the number of bytes."""
+    """The text of `amount`; below a MiB, the number of bytes."""
     return amount(size) if size >= MIB else f"{size:,} bytes"
 
 
 def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
-    """The memory of its device that one rank may use; None if `launch.device_memory` is none, or cannot be read. Ranks
-    that share GPUs are counted as if all ranks of a machine shared one GPU, since the number of GPUs is unknown."""
+    """The device memory that one rank may use; None if `launch.device_memory` is null, or is no amount. Ranks that
+    share GPUs are counted as if all ranks of a machine shared one GPU, since the number of GPUs is unknown."""
     launch = config.launch
     if launch.device_memory is None:
         return None
@@ -104,8 +104,8 @@ def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
 def memory_violations(
     values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]], least: bool = False
 ) -> list[Violation]:
-    """The violation of the highest peak, if the device has less, with candidates: the smallest change first, a larger
-    device last. `ranks` is called only if there is a limit; `least`: ranks run in the order that holds least."""
+    """The violation of the highest peak; none if it fits. Its candidates go from the smallest change to a larger
+    device. `ranks` is called only if there is a limit; `least` says that ranks run in the order that holds least."""
     limit = device_limit(values.config, sizes)
     if limit is None:
         return []
@@ -116,7 +116,7 @@ def memory_violations(
     too_large = sum(cost.peak_bytes > limit.available_bytes for cost in costs)
     alone = ", also with one microbatch after another, the order that holds least" if least else ""
     message = (
-        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak{alone}, and "
+        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak{alone}, but "
         f"{available_text(limit)} ({too_large} of {len(costs)} pp_ranks are over)"
     )
     held = f"{peak_terms(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
@@ -139,14 +139,14 @@ def available_text(limit: DeviceLimit) -> str:
 
 
 def used_text(limit: DeviceLimit | None, peak_bytes: int) -> list[str]:
-    """The memory that a rank may use, and the share of a peak; nothing if no limit is known."""
+    """A line on the memory that a rank may use and the share of it that a peak takes; none if no limit is known."""
     if limit is None or limit.available_bytes <= 0:
         return []
     return [f"{available_text(limit)}: {peak_bytes / limit.available_bytes:.1%} of it is used"]
 
 
 def _usual(values: ConfigValues) -> Iterator[Overrides]:
-    """The overrides without the user's settings that leave a rank less memory."""
+    """Overrides that undo those of the user's settings that leave a rank less memory."""
     if values[RESERVE] != AUTO:
         yield {RESERVE: AUTO}
     if values[SHARING]:
@@ -154,8 +154,8 @@ def _usual(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def peak_terms(cost: RankCost) -> str:
-    """The terms of a pp_rank's peak, in the unit of the peak; listed instead of added if they do not exist together:
-    with `full` sharding, weights and gradients are the most that is whole at any time."""
+    """The terms of a pp_rank's peak, in the unit of the peak, with `+` between them. If they do not exist together,
+    commas are between them: with `full` sharding, weights and gradients are the most that is whole at any time."""
     unit = unit_for(cost.peak_bytes)
     sizes = {
         "weights": cost.weight_bytes,
@@ -200,7 +200,7 @@ def _experts_again(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def _put_off_limits(values: ConfigValues) -> list[int]:
-    """Smaller limits of deferred weight gradients than now: on a V in 1F1B's memory a rank defers up to pp."""
+    """Limits of deferred weight gradients below the present one; on a V in 1F1B's memory a rank defers up to pp."""
     policy = POLICIES.get(schedule_policy(values["pipeline.pp_schedule"]) or "")
     if policy is None or not policy.splits or values["pipeline.pp_schedule_csv"] is not None:
         return []
@@ -221,7 +221,7 @@ def reserve_bytes(config: RunConfig, sizes: ParallelSizes) -> int:
 
 
 def communicators(config: RunConfig, sizes: ParallelSizes) -> int:
-    """Bytes that NCCL takes on one rank for its groups, which the warm-up all uses, and for messages."""
+    """Bytes that NCCL takes on one rank for messages and for the rank's groups, all of which the warm-up uses."""
     total = sum(map(_group, _group_sizes(config, sizes))) + sum(map(_connections, _peers(config, sizes)))
     return total + (MESSAGE_ENDS * MESSAGE_CHANNELS * CONNECTION if sizes.pp > 1 and not is_plain(config) else 0)
 
@@ -238,7 +238,7 @@ def _group_sizes(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
 
 
 def _peers(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
-    """For each group of a rank, with how many ranks it exchanges messages other than collectives round a ring."""
+    """Per group, the number of ranks with which a rank exchanges messages other than collectives round a ring."""
     if config.model.num_moe_experts:
         yield sizes.ep - 1
         yield sizes.etp - 1

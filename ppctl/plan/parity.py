@@ -11,7 +11,7 @@ from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_param
 from ppctl.plan.plan import Plan
 
 _LAW = {"float64": 1e-12, "float32": 1e-6}
-"""max |a - b| / max |b| of a tensor if axes change the order of a sum."""
+"""The allowed max |a - b| / max |a| of a tensor if axes change the order of a sum."""
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """The distance from 1 to the next number."""
 _LATER = 1e3
@@ -73,7 +73,7 @@ def in_one_process(plan: Plan) -> list[str]:
 
 
 def other_keys(one: RunConfig, other: RunConfig) -> list[str]:
-    """The differing keys that change what is computed, not where or for how long."""
+    """The keys with different values that change what is computed, not only where or for how long."""
     return [
         name
         for name in text_keys()
@@ -88,9 +88,9 @@ def axes_that_differ(one: Plan, other: Plan) -> list[str]:
 
 
 def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> float:
-    """The allowed difference of a gradient, max |a - b| / max |a|. 0 if no axis differs: bits are equal. Else sums have
-    another order: 1e-6 in float32, 1e-12 in float64, in narrower dtypes more in proportion to their rounding. `first`:
-    for the first step, which begins with equal weights."""
+    """The allowed difference of a gradient, max |a - b| / max |a|. It is 0 if no axis differs, since bits are equal.
+    Else sums have another order: 1e-6 in float32, 1e-12 in float64, more in narrower dtypes, in proportion to their
+    rounding. `first` is for the first step, which begins with equal weights; later steps may differ more."""
     if not axes_that_differ(one, other):
         return 0.0
     dtype = autocast_dtype(config.parallel) or weight_dtype(config.parallel)
@@ -99,13 +99,13 @@ def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> floa
 
 
 def place_of(plan: Plan, config: RunConfig) -> Callable[[str], tuple[int, int]]:
-    """Return a function from a gradient's name to (its stage, its number in the order of forwards); -1 if unknown."""
+    """Return a function: a gradient's name -> (its stage, its number in the order of forwards), or (-1, -1)."""
     names = [(name, spec.stage) for spec in plan.stages for name in stage_parameters(config.model, spec.layers)]
     places = {name: (stage, number) for number, (name, stage) in enumerate(names)}
     return lambda name: places.get(name, places.get(stack_of(name), (-1, -1)))
 
 
 def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:
-    """The names under which the model uses its token embedding, if several; their gradients are summed."""
+    """The names under which the model uses its token embedding, whose gradients are summed; none if it has one use."""
     used = {name for spec in plan.stages for name in embedding_uses(config.model, spec.layers)}
     return [name for name in uses_of_embedding(config.model) if name in used] if len(used) > 1 else []

@@ -81,7 +81,7 @@ class Plan:
         return self.params_active < self.params_total
 
     def at_step(self, step: int) -> Plan:
-        """The plan of the step that follows `step` completed ones, in a run from its first step on."""
+        """The plan of the step that follows `step` completed ones, counted from the run's first step."""
         sizes = (each.size for each in self.smaller if each.step <= step < each.step + each.steps)
         return self.of_batch(next(sizes, 0))
 
@@ -290,7 +290,7 @@ def _digest_of(executed: Mapping[str, Any]) -> str:
 def _schedule(data: _Rows, sizes: ParallelSizes) -> Schedule:
     """The schedule of one entry in plan.json. Raises ValueError if it does not fit `sizes`."""
     if len(data["actions"]) != sizes.pp:
-        raise ValueError(f"it has actions of {len(data['actions'])} pp_ranks, and {sizes.pp} pp_ranks")
+        raise ValueError(f"it has actions of {len(data['actions'])} pp_ranks, but pp is {sizes.pp}")
     return Schedule(
         data["name"],
         Placement(data["placement"], sizes.pp, sizes.num_stages),

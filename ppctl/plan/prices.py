@@ -78,7 +78,7 @@ def pricer(
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
     def of_stage(stage: int, held: tuple[Layer, ...], last: bool, alive: StageActivations | None = None) -> StageCost:
-        """The cost of a stage with the layers `held`: seconds of a microbatch's passes, its message, and its bytes."""
+        """The cost of a stage with the layers `held`: seconds of a microbatch, its message, and its bytes."""
         modules = recomputed_modules(train, stage)
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
@@ -138,8 +138,8 @@ def _scales(
 
 
 def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) -> float:
-    """Seconds that a stage waits for the sums of its fp32 gradients: whole on every rank, or in shards, whose ranks
-    then send the new weights. Megatron's sums overlap with `beside`, the seconds of forward and backward."""
+    """Seconds that a stage waits for the sums of its gradients: of whole ones on every rank, or of shards, after which
+    ranks send the new weights. Megatron's sums overlap with `beside`, the seconds of forward and backward."""
     precision = precision_of(config)
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":
@@ -150,7 +150,7 @@ def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) 
 
 
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
-    """Stage costs as a schedule's simulation takes them.
+    """Stage costs in the form that a schedule's simulation takes.
 
     A chunk's gradients are summed while other chunks compute; a rank waits only for the sums of its first chunk, which
     finishes last.
@@ -226,7 +226,7 @@ def seconds_after(
 
 
 def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """A line on the owners of Muon's matrices if ranks shard state; nothing if each rank updates all of its own."""
+    """A line on the owners of Muon's matrices if ranks shard state; nothing if each rank updates all that it has."""
     if config.optim.name != "muon" or sharding_of(config, sizes) == "none":
         return ()
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]

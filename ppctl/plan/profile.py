@@ -1,5 +1,5 @@
-"""profile.json, the measurements of a run (`cost.profile=@runs/.../profile.json`), and the cost of single layers from
-it.
+"""profile.json, the measurements of a run (`cost.profile=@runs/.../profile.json`), and the costs of single layers that
+follow from it.
 
 One of the two files that planning reads (`schedule_file` reads the other).
 """
@@ -24,11 +24,11 @@ KEY = "cost.profile"
 _WITHOUT = {KEY: None}
 
 ROUNDS = 500
-"""Passes of the fit; it settles in a few dozen."""
+"""Rounds of the fit, which settles in a few dozen."""
 
 
 class LayerSeconds(NamedTuple):
-    """One layer and one microbatch."""
+    """Seconds of one layer, or of one stage, for one microbatch."""
 
     forward: float
     backward: float
@@ -60,12 +60,12 @@ def read_profile(values: ConfigValues, violations: Violations) -> Profile | None
         if not wrong and (strange or not stages):
             raise ValueError(f"the model has no layer {sorted(strange)[0]}" if strange else "it measured no stage")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or f"it is no profile.json of a run ({type(error).__name__}: {error})"
+        reason = getattr(error, "strerror", None) or f"it is not a run's profile.json ({type(error).__name__}: {error})"
         message = f"the profile {path} cannot be read: {reason}"
         violations.append(Violation("PP-E820", KEY, message, values.cite(KEY), _WITHOUT))
         return None
     if wrong:
-        message = f"the profile {path} is of another model or another share of it: {some(wrong, 3, '; ')}"
+        message = f"the profile {path} measures another model or another share of it: {some(wrong, 3, '; ')}"
         violations.append(Violation("PP-E821", KEY, message, values.cite(KEY), _WITHOUT))
         return None
     from statistics import median  # slow to import, and few plans have a profile
@@ -76,7 +76,7 @@ def read_profile(values: ConfigValues, violations: Violations) -> Profile | None
 
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{value!r} are no seconds")
+        raise ValueError(f"{value!r} is no number of seconds")
     return float(value)
 
 
@@ -87,7 +87,7 @@ def _layers(values: ConfigValues) -> set[str]:
 
 
 def origin(measured: Profile | None, layout: str) -> tuple[Derived, ...]:
-    """The source of measured costs, and whether they had to be regrouped for this layout."""
+    """A line on the source of measured costs, and on whether they had to be regrouped for this layout."""
     if measured is None:
         return ()
     kinds = [[LayerType(layer.kind) for layer in layers] for layers, _ in measured.stages]
@@ -122,8 +122,8 @@ def fitted(
     stages: Sequence[tuple[Counter[Kind], LayerSeconds]], prior: Mapping[Kind, LayerSeconds]
 ) -> dict[Kind, LayerSeconds]:
     """The cost of every kind of layer in the measured stages. Kinds that stages do not tell apart keep the proportions
-    of `prior`: every pass changes each stage's kinds by its residue, in proportion to `prior` (Kaczmarz), which
-    converges to the nearest costs that explain the stages."""
+    of `prior`: every round spreads each stage's residue over its kinds, in proportion to `prior` (Kaczmarz). The rounds
+    converge to the nearest costs that explain the stages."""
     columns = []
     for which in (0, 1):
         start = {kind: max(seconds[which], 1e-12) for kind, seconds in prior.items()}

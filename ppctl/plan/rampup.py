@@ -37,7 +37,7 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[GrowingBatch, ...]:
 def check_sizes(
     values: ConfigValues, dp: int, batch: BatchSplit, choice: Choice, num_stages: int, violations: Violations
 ) -> None:
-    """Add violations for sizes that are no whole number of microbatches, or for which the schedule has no order."""
+    """Add a violation for ramp-up sizes that are no whole number of microbatches, or that the schedule cannot run."""
     if values[RAMPUP] is None or violations:
         return
     rampup, full = read_rampup(values[RAMPUP]), values["gbs"]
@@ -59,7 +59,7 @@ def check_sizes(
         return
     if call is None and (choice.searched or choice.schedule is not None):
         kind = "auto, which is searched for one number of microbatches" if choice.searched else "of one length"
-        message = f"a batch that grows runs more and more microbatches, and the schedule is {kind}"
+        message = f"a batch that grows runs more and more microbatches, but the schedule is {kind}"
         part = gcd(rampup.start, rampup.increment, full) // dp
         ways: list[Overrides] = [{CALL: part}] if part % mbs == 0 and choice.schedule is None else []
         violations.append(Violation("PP-E139", RAMPUP, message, place, *ways, {RAMPUP: None}))
@@ -67,7 +67,7 @@ def check_sizes(
     actions = 2 * num_stages * sum(size // unit for size in sizes) if call is None else 0
     if actions > MOST_ACTIONS:
         message = (
-            f"the {len(sizes)} sizes of a growing batch have {actions:,} forwards and backwards in their schedules; "
+            f"the schedules of a growing batch's {len(sizes)} sizes have {actions:,} forwards and backwards, but "
             f"a plan holds at most {MOST_ACTIONS:,}"
         )
         fewer = _fitting(values, unit * -(-actions // MOST_ACTIONS), 1)
@@ -75,7 +75,7 @@ def check_sizes(
 
 
 def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]:
-    """Overrides with ramps like the asked one, in multiples of `unit`, of at least `least` of them."""
+    """Overrides: a ramp like the asked one with sizes of `least` or more whole `unit`s, and then no ramp."""
     rampup, full = read_rampup(values[RAMPUP]), values["gbs"]
     start = max(-(-rampup.start // unit), least) * unit
     if start < full:  # one is enough: judging a candidate needs a plan
@@ -85,7 +85,7 @@ def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]
 
 
 def in_words(config: RunConfig) -> tuple[Derived, ...]:
-    """Lines on the growth of the batch and on the length of the run, where given."""
+    """Lines on the growth of the batch and on the length of the run; none if the config says nothing of these."""
     train, sizes = config.train, BatchSizes.of(config.train)
     lines: list[Derived] = []
     reached = last_steps(sizes.segments, train.steps)

@@ -35,7 +35,7 @@ class RankKind(NamedTuple):
     """pp_ranks whose stages hold the same kinds of layers in the same order."""
 
     pp_ranks: tuple[int, ...]
-    """The pp_ranks of the kind; the first is rehearsed, because it has the most microbatches in flight."""
+    """The pp_ranks of the kind; the first is rehearsed, because its planned peak of memory is the highest."""
     ranks: tuple[int, ...]
     """All global ranks of these pp_ranks, the rehearsed one first."""
 
@@ -72,8 +72,8 @@ def _kind_of_stage(config: RunConfig, stage: StageSpec) -> Hashable:
 
 
 def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
-    """The run with fewer microbatches and the same peak of activations per pp_rank; unchanged if none is found."""
-    if plan.smaller:  # the whole batch takes most memory
+    """The run with fewer microbatches and the same peak of activations on each pp_rank; unchanged if none is found."""
+    if plan.smaller:  # of a growing batch, the last size takes the most memory
         config, plan = at_size(config, config.train.global_batch_size), replace(plan, smaller=())
     round_of_ranks = config.parallel.microbatch_group_size_per_vp_stage or plan.sizes.pp
     if "pipeline.pp_batch_size" in plan.provenance and plan.provenance["pipeline.pp_batch_size"] != "default":
@@ -116,7 +116,7 @@ def steady(actions: Sequence[Action]) -> range:
 
 
 def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
-    """A measurement over some `microbatches`, scaled to a step `of_all`; work outside the schedule counts once."""
+    """A measurement over `microbatches`, scaled to a step with `of_all`; work outside the schedule counts once."""
 
     def times(during: str, count: int) -> int:
         return count if during == STEP else round(count * of_all / microbatches)
@@ -140,8 +140,8 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
 
 
 def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[tuple[int, int]]:
-    """Yield (index, most bytes of activations while it runs, from 0) for every forward, backward and sum in a list,
-    with the measured bytes of each stage. Memory of received messages is never freed: it counts with its maximum."""
+    """Yield (index, most bytes of activations while that action runs) for every forward, backward and sum of gradients
+    in a list, from each stage's measured bytes. Memory of received messages is never freed: its maximum counts."""
     held = waiting = pool = 0
     trained = stages_with_backwards(actions)
     for index, action in enumerate(actions):
@@ -184,11 +184,11 @@ class RankPeak:
 
 
 def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> list[RankPeak]:
-    """The peaks of all pp_ranks of a kind in the whole step, from the measurement of one over the `short` step: each
-    list is replayed with the measured stages, and every rank holds as much outside activations as the rehearsed one."""
+    """The peaks of all pp_ranks of a kind in the whole step, from the measurement of one rank in the `short` step. Each
+    list is replayed with the measured stages; outside activations, every rank holds as much as the rehearsed one."""
     chosen = short.for_rank(measured.rank).pp_rank
     by_stage = {memory.stage: memory for memory in measured.stages}
-    # an action has two moments; the later is while it ran
+    # an action may have two moments; the later one, while it ran, stays
     most = {moment.index: moment.most for moment in measured.moments}
     place = plan.schedule.placement
 
@@ -270,7 +270,7 @@ class Rehearsal:
 
     @property
     def tight(self) -> bool:
-        """Whether all measured peaks fit, with less than 5 % to spare."""
+        """Whether all measured peaks fit, but one leaves less than 5 % of the memory free."""
         limit = self.plan.limit
         return limit is not None and limit.is_tight(max(peak.peak_bytes for peak in self.peaks))
 
@@ -281,7 +281,7 @@ class Rehearsal:
             return
         message = (
             f"pp_rank {worst.pp_rank} needs {amount(worst.peak_bytes)} at its peak in {worst.peak_action}, as "
-            f"rehearsed, and {available_text(limit)}"
+            f"rehearsed, but {available_text(limit)}"
         )
         yield Problem("PP-E801", message, "train.recompute_granularity=full", "launch.device_memory")
 
@@ -308,7 +308,7 @@ class Rehearsal:
         }
 
     def _rank(self, kind: RankKind, measured: Rehearsed) -> dict[str, Any]:
-        """The report of one rehearsed rank, planned beside measured. Sizes are in bytes."""
+        """The report of one rehearsed rank: planned sizes beside measured ones, in bytes."""
         cost, peak = self.cost_of(measured.rank), self.peak_of(measured.rank)
         kept = {memory.stage: memory.kept for memory in measured.stages}
         own = {name: getattr(cost, name) for name in (*_STATE, "peak_bytes")}
@@ -329,7 +329,7 @@ class Rehearsal:
         }
 
     def picture(self) -> Picture:
-        """Memory as planned and as measured over the step."""
+        """The picture of the step with the memory of each rank, as planned and as measured."""
         by_rank = {peak.pp_rank: _memory(peak) for peak in self.peaks}
         drawn = picture(self.plan, self.config)
         return replace(drawn, measured=tuple(by_rank.get(cost.pp_rank) for cost in self.plan.pp_ranks))

@@ -35,7 +35,7 @@ from ppctl.schedule.verify import verify
 from ppctl.topology import ParallelSizes
 
 MOST_ACTIONS = 200_000
-"""The most forwards and backwards of one schedule call: about 3 s of planning on one core."""
+"""The most forwards and backwards of one schedule call; planning these takes about 3 s on one core."""
 
 _SETTLED = 4
 """Rounds of the pipeline after which no rank holds more than before."""
@@ -76,7 +76,7 @@ class Choice(NamedTuple):
 
 def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> Choice | None:
     """The config's schedule; by default 1F1B for one chunk per rank, interleaved 1F1B for more. None for an invalid
-    name."""
+    name and, with a violation, for a schedule that cannot run this many chunks."""
     asked = values[SCHEDULE]
     name = schedule_policy(asked)
     if name is None:
@@ -87,7 +87,7 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
     if not policy.runs(vpp):
         if not values.is_set(SCHEDULE):
             return Choice(fitting_policy(vpp), (_chosen(vpp, "no schedule was given"),))
-        message = f"schedule {asked} runs {policy.chunks_in_words}, and vpp is {vpp}"
+        message = f"schedule {asked} runs {policy.chunks_in_words}, but vpp is {vpp}"
         chunks: Overrides = {"vpp": policy.chunks, **({} if values["layout"] is None else {"layout": None})}
         ways: list[Overrides] = [chunks, {SCHEDULE: policy.for_more_chunks or fitting_policy(vpp)}]
         ways = ways[::-1] if policy.for_more_chunks else ways
@@ -110,13 +110,13 @@ def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: V
     splits = splits or choice.searched or values[DELAY]
     if splits and values.config.train.compile:
         name = AUTO if choice.searched else choice.name
-        message = f"schedule {name} splits backwards into I and W, and compiled layers compute both at once"
+        message = f"schedule {name} splits backwards into I and W, but compiled layers compute both at once"
         ways: list[Overrides] = [{"train.compile": False}, {SCHEDULE: fitting_policy(vpp), CSV: None}]
         violations.append(Violation("PP-E392", SCHEDULE, message, values.cite(SCHEDULE, CSV, "train.compile"), *ways))
 
 
 def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
-    """Add violations for hiding the exchange of experts if there is none, or if the schedule has no pairs for it."""
+    """Add a violation for hiding the exchange of experts if none is to be hidden, or if the schedule has no pairs."""
     asked = [key for key in (OVERLAP, DELAY) if values[key]]
     if not asked:
         return
@@ -127,9 +127,9 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
         violations.append(Violation("PP-E219", asked[0], message, values.cite(*asked, SCHEDULE, CSV), *changes))
 
     if not values[OVERLAP]:
-        refuse(f"{DELAY} puts weight gradients behind the pairs that {OVERLAP} makes", {OVERLAP: True})
+        refuse(f"{DELAY} needs the pairs that {OVERLAP} makes: weight gradients go behind them", {OVERLAP: True})
     elif values["ep"] == 1:
-        refuse(f"{OVERLAP} hides what experts on other ranks are sent, and ep is 1")
+        refuse(f"{OVERLAP} hides what experts on other ranks are sent, but ep is 1")
     elif choice.searched or choice.policy is None or not choice.policy.pairs:
         named = ", ".join(name for name, policy in POLICIES.items() if policy.pairs)
         name = AUTO if choice.searched else choice.name
@@ -161,9 +161,9 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
     least = policy.least_microbatches(values["pp"]) if policy is not None else 1
     if least > 1 and 2 * num_stages * least > MOST_ACTIONS:
         message = (
-            f"{values[SCHEDULE]} is made for at least {least:,} microbatches at pp {values['pp']}, through "
-            f"{num_stages:,} stages {2 * num_stages * least:,} forwards and backwards; a plan holds at most "
-            f"{MOST_ACTIONS:,}"
+            f"{values[SCHEDULE]} is made for at least {least:,} microbatches at pp {values['pp']}; through "
+            f"{num_stages:,} stages these are {2 * num_stages * least:,} forwards and backwards, but a plan holds at "
+            f"most {MOST_ACTIONS:,}"
         )
         ways = ({SCHEDULE: fitting_policy(2)}, {SCHEDULE: fitting_policy(2), "layout": None})
         violations.append(Violation(TOO_MUCH, SCHEDULE, message, values.cite(SCHEDULE, "pp"), *ways))
@@ -173,7 +173,7 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
     most = max(1, MOST_ACTIONS // 2 // num_stages)
     message = (
         f"{num_microbatches:,} microbatches through {num_stages:,} stages are {2 * num_stages * num_microbatches:,} "
-        f"forwards and backwards in a step; a plan holds at most {MOST_ACTIONS:,}"
+        f"forwards and backwards in a step, but a plan holds at most {MOST_ACTIONS:,}"
     )
     gbs, mbs = values["gbs"], values["mbs"]
     parts = [size for size in nearest_divisors(num_microbatches, most) if size <= most]
@@ -186,7 +186,7 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
 
 
 def check_filled(values: ConfigValues, choice: Choice, vpp: int, batch: BatchSplit, violations: Violations) -> None:
-    """Add a violation for fewer microbatches in a schedule call than the policy has lists for."""
+    """Add a violation if a schedule call has fewer microbatches than its policy needs."""
     policy, pp, count, mbs = choice.policy, values["pp"], batch.num_microbatches, batch.micro_batch_size
     if policy is None or choice.searched or count >= (least := policy.needs_microbatches(pp)):
         return
@@ -210,8 +210,8 @@ def _chosen(vpp: int, why: str) -> Derived:
 def compute_only(
     values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
 ) -> Schedule:
-    """The chosen policy's schedule, or the file's. A group size counts only if the user set it, else it is pp. A
-    policy's pairs stay only if there is an exchange of experts to hide; else they would just wait for two messages."""
+    """The chosen policy's schedule, changed as options for pairs and Ws ask; or the file's. The group size is pp unless
+    the user set it. Pairs stay only to hide exchanges of experts; else they would just wait for two messages."""
     if choice.schedule is not None:
         return choice.schedule
     schedule = make_schedule(
@@ -232,7 +232,7 @@ def compute_only(
 
 
 class ProvedSchedule(NamedTuple):
-    """A compute-only schedule, its lowered form, and the problems of that."""
+    """A compute-only schedule, its lowered form, and the lowered form's problems."""
 
     plain: Schedule
     schedule: Schedule
@@ -248,10 +248,10 @@ def proved(
     costs: Costs | None = None,
     like: ProvedSchedule | None = None,
 ) -> ProvedSchedule:
-    """The lowered schedule, without actions that frozen stages do not need, and all its problems; if a capacity is set
-    also those of its forward-only twin. `plain` has all backwards; only a file may lack those of the frozen stages. The
-    proof runs the schedule, at `costs` if there are any. Lists that repeat the lists of the proof `like` are not proved
-    again.
+    """The lowered schedule, without actions that frozen stages do not need, and all its problems; if a capacity is set,
+    also the problems of its forward-only twin. `plain` must have all backwards; only a file may lack those of the
+    frozen stages. The proof runs the schedule, at `costs` if these are given. Lists that were proved in `like` are not
+    proved again.
     """
     capacity = values[CAPACITY]
     if plain.name == FROM_FILE and frozen_stages and verify(plain):
@@ -300,7 +300,7 @@ CLOSE = 1.005
 
 
 def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -> None:
-    """Add violations for a warm-up without effect: no number, more than a rank can use, or a schedule without one."""
+    """Add a violation for an extra warm-up that is no number, is more than ranks can use, or does nothing here."""
     extra, pp = values[EXTRA], values["pp"]
     if extra == AUTO or (extra == 0 and not isinstance(extra, bool)):
         return
@@ -358,7 +358,8 @@ def decide_warmup(
 def simulated_steps(
     pp: int, costs: Costs, make: Callable[[int], Schedule], fits: Callable[[Schedule], bool] = lambda schedule: True
 ) -> dict[int, float]:
-    """Extra warm-up -> seconds of a step, for 0 and those whose memory `fits`."""
+    """Extra warm-up -> seconds of a step, for 0, powers of 2 and pp - 1, until the memory no longer `fits` or the
+    microbatches of a group do not suffice (for none where they do not for 0)."""
     times: dict[int, float] = {}
     for extra in sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)}):
         schedule = make(extra)
@@ -367,7 +368,7 @@ def simulated_steps(
         try:
             times[extra] = step_time(simulate(schedule, costs))
         except ScheduleError:
-            break  # a group of microbatches leaves no room for this or more
+            break
     return times
 
 

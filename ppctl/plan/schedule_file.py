@@ -51,7 +51,7 @@ def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int,
 def choose_file(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None, violations: Violations
 ) -> Choice | None:
-    """The schedule of the file, if its rows, stages and microbatches fit the run."""
+    """The schedule of the file; None, with violations, if its rows, stages or microbatches do not fit the run."""
     wrong = list(_disagreements(values, schedule, cut, batch))
     violations += wrong
     if wrong:
@@ -64,7 +64,7 @@ def choose_file(
         stage, (before, action) = min(late.items())
         equation = (
             f"bits are not promised: {len(late)} of {stages} stages add up gradients in another order than that of the "
-            f"microbatches, such as stage {stage} those of {before} before those of {action}"
+            f"microbatches: stage {stage}, for one, adds those of {before} before those of {action}"
         )
         derived.append(Derived("order of sums", "not by microbatch", equation))
     return Choice(FROM_FILE, tuple(derived), schedule)
@@ -73,20 +73,20 @@ def choose_file(
 def _disagreements(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None
 ) -> Iterator[Violation]:
-    """Violations for pp, stages or microbatches of a file's schedule that differ from the config; for pp alone if it
-    does."""
+    """Yield violations if pp, the stages or the microbatches of a file's schedule differ from the config's; if pp
+    differs, only that one."""
     path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
     if rows != values["pp"]:
-        message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"
+        message = f"{path} has {rows} rows, one for each pp_rank, but pp is {values['pp']}"
         yield Violation(CODE, "pp", message, values.cite(CSV, "pp"), {"pp": rows}, _WITHOUT)
         return
     if cut is not None and stages != cut.vpp * rows:
-        message = f"{path} runs {stages} stages, and pp {rows} x vpp {cut.vpp} = {rows * cut.vpp}"
+        message = f"{path} runs {stages} stages, but pp {rows} x vpp {cut.vpp} = {rows * cut.vpp}"
         ways = ({"vpp": stages // rows}, {"vpp": None, "layout": None}, _WITHOUT)
         yield Violation(CODE, "vpp", message, values.cite(CSV, "vpp", "layout"), *ways)
     count = schedule.num_microbatches
     if batch is not None and count != batch.num_microbatches:
-        message = f"{path} runs {count} microbatches, and the batch has {batch.num_microbatches}"
+        message = f"{path} runs {count} microbatches, but the batch has {batch.num_microbatches}"
         gbs = values["gbs"] // batch.num_microbatches * count
         place = values.cite(CSV, "gbs", "mbs", "dp", *[CALL] * values.is_set(CALL))
         part = {CALL: batch.micro_batch_size * count}

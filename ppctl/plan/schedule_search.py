@@ -36,14 +36,14 @@ from ppctl.topology import ParallelSizes
 LESS_THAN_ANY = "PP-E321"
 
 _AGAIN = 3
-"""The most searches, each with less memory and a smaller part of the allowance than the previous, if a result does not
-fit: its receives and sums of gradients are known only afterwards."""
+"""The most searches if results do not fit, since their receives and sums of gradients are known only afterwards. Each
+search has less memory and a smaller part of the allowance than the one before it."""
 
 _MARGIN = 0.02
-"""Share of a rank's limit that these searches leave free: memory that they do not count differs between orders."""
+"""Share of a rank's limit that repeated searches leave free: memory that they do not count differs between orders."""
 
 _QUICK = 2
-"""The number of orders from which the first limit follows: one microbatch after another, and then a rule's order."""
+"""The number of orders from which the first limits follow: one microbatch after another, and then a rule's order."""
 
 _NEVER = float("inf")
 _GIB = 2**30
@@ -77,8 +77,8 @@ def check_memory(
         return
     of_1f1b = f"{least / unit:.3g} of what 1F1B keeps on its first rank"
     message = (
-        f"{MEMORY}={limit}: one microbatch on the stages of a rank takes {least / _GIB:.3g} GiB, {of_1f1b}, and no "
-        "schedule needs less"
+        f"{MEMORY}={limit} is too little: one microbatch on the stages of a rank takes {least / _GIB:.3g} GiB, "
+        f"{of_1f1b}, and no schedule needs less"
     )
     enough = f"{ceil(100 * least / _GIB) / 100}GiB" if isinstance(limit, str) else ceil(100 * least / unit) / 100
     place = values.cite(MEMORY, "pp", "vpp", "layout")
@@ -93,8 +93,8 @@ def least_held(ways: Sequence[Way], num_microbatches: int) -> Sequence[RankCost]
 def search_schedule(
     values: ConfigValues, sizes: ParallelSizes, ways: Sequence[Way], num_microbatches: int, share: int = 1
 ) -> Searched:
-    """Search all ways, with a part of the allowance each, which `share` such calls divide. If a device has no room even
-    for one microbatch after another, that order is the choice."""
+    """The fastest schedule that a search of all ways finds. Each way has an equal part of the allowance, which `share`
+    such calls divide. If a device has no room even for one microbatch after another, that order is the choice."""
     device = device_limit(values.config, sizes)
     best: Searched | None = None
     for way in ways:
@@ -111,8 +111,8 @@ def search_schedule(
 
 
 def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microbatches: int) -> Choice | None:
-    """The searched schedule of a run's earlier plan, if its pipeline is the same: a run keeps its schedule. None if
-    stages are frozen, since that plan lacks their backwards; the search finds the same order."""
+    """The searched schedule of a run's earlier plan if the pipeline is the same: a run keeps its schedule. None if
+    stages are frozen, since the earlier plan lacks their backwards; a search then finds the same order again."""
     if plan is None or plan.layout != layout or plan.num_microbatches != num_microbatches:
         return None
     if plan.schedule.frozen_stages:
@@ -134,13 +134,13 @@ def timed(values: ConfigValues, ways: Sequence[Way], choice: Choice) -> float:
 
 
 def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice:
-    """The choice with a line on the best named schedule, with its best layout and any memory."""
+    """The choice with one more line: the best named schedule on its best layout, whatever memory it needs."""
     equation = f"beside it {name} {seconds:.4g} s a call: the best named schedule, on its best layout {layout}"
     return choice._replace(derived=(*choice.derived, Derived("named schedule", name, equation)))
 
 
 def _alone(way: Way, num_microbatches: int) -> Sequence[RankCost]:
-    """Bytes of the ranks while one microbatch goes through after another; the peak is reached by the second."""
+    """Bytes of the ranks while microbatches go through one after another; the second one reaches the peak."""
     return way.rank_costs(lower(one_by_one(way.placement, min(num_microbatches, 2))))
 
 
@@ -153,17 +153,17 @@ def _peak(costs: Sequence[RankCost]) -> int:
 
 
 class _Timed(NamedTuple):
-    """A candidate with its seconds as the plan has them: lowered, with capacities, messages and gradient sums."""
+    """A candidate with its seconds in the plan: when lowered, with capacities, messages and gradient sums."""
 
     seconds: float
     number: int
-    """Position among the candidates: of equal ones the first is taken."""
+    """Position among the candidates: of equally fast ones the first is taken."""
     schedule: Schedule
 
 
 class _PlacementSearch:
-    """The search for one placement, by the plan's own bytes: new orders, named ones, one microbatch after another.
-    Operands for W count with their bytes, or under `pipeline.schedule_memory` as activations that are whole until W."""
+    """The search for one placement, with the plan's own bytes: new orders, named ones, one microbatch after another.
+    Operands for W count with their bytes; under `pipeline.schedule_memory` activations count whole until W instead."""
 
     def __init__(self, values: ConfigValues, way: Way, num_microbatches: int, device: DeviceLimit | None) -> None:
         self.values, self.way, self.device = values, way, device
@@ -178,7 +178,7 @@ class _PlacementSearch:
         self.judged: dict[int, _Timed | None] = {}
 
     def run(self, allowance: int, before: Searched | None) -> Searched | None:
-        """The fastest schedule that fits; None if it is not faster than `before`, the result of another placement."""
+        """The fastest schedule that fits; None if none is faster than `before`, the result of another placement."""
         enough = _NEVER if before is None else before[1]
         bound = Lanes.of(self.task).bound()
         if bound >= enough:
@@ -259,7 +259,7 @@ class _PlacementSearch:
     def _timed(self, number: int, plain: Schedule) -> _Timed | None:
         """A candidate's seconds; None if it does not fit, or hangs at the capacity that is set."""
         if min(self._room(plain)) < 0:
-            return None  # it hangs even without messages
+            return None  # it does not fit even without messages
         proof = self._proof(plain)
         if proof.wrong or min(self._room(proof.schedule)) < 0:
             return None

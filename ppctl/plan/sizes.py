@@ -57,8 +57,8 @@ def beyond(values: ConfigValues) -> Violations:
 def derive_world(
     values: ConfigValues, violations: Violations
 ) -> tuple[ParallelSizes, tuple[Derived, ...]] | tuple[None, tuple[()]]:
-    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, if that is
-    impossible. A replica has tp x cp x pp ranks, the job nodes x gpus_per_node, dp is the ratio."""
+    """How each axis divides the world, with one chunk per rank, and the equations; (None, ()), with a violation, if it
+    cannot. A replica has tp x cp x pp ranks, the job has nodes x gpus_per_node, and dp is the ratio of the two."""
     replica = prod(values[axis] for axis in AXES)
     needed = replica * (values["dp"] or 1)
     nodes, gpus = values["nodes"], values["gpus_per_node"]
@@ -176,9 +176,9 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
 
 
 def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
-    """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world (first,
-    if nothing sets the world's size, or a file has it together with ep: a script's number of nodes is often a default
-    that its shell replaces)."""
+    """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world. The
+    larger world comes first if nothing sets the world's size, or if neither ep nor nodes was typed: the number of nodes
+    in a script is often a default that its shell replaces."""
     dp = -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])
     world, gpus = dp * prod(values[axis] for axis in AXES), values["gpus_per_node"]
     if not (values["nodes"] or gpus or values["dp"]):
@@ -200,7 +200,7 @@ def _pipelines_apart(values: ConfigValues, sizes: ParallelSizes) -> Violation:
     dense, expert = sizes.pipeline_strides
     message = (
         f"{RANK_ORDER} {sizes.order} makes two kinds of pipelines: neighbours are {dense} ranks apart, "
-        f"and for experts {expert}"
+        f"but {expert} for experts"
     )
     last = "-".join([*(axis for axis in axes_of(sizes.order) if axis != "pp"), "pp"])
     place = values.cite(RANK_ORDER, "tp", "cp", "dp", "etp", "ep")
@@ -208,7 +208,7 @@ def _pipelines_apart(values: ConfigValues, sizes: ParallelSizes) -> Violation:
 
 
 def _across_nodes(values: ConfigValues, sizes: ParallelSizes, ranks: int) -> Derived:
-    """The line on axes with groups on several nodes, in the order of the ranks' axes."""
+    """The line that says which axes have groups within a node and which across nodes, beside the order of the axes."""
     experts = ("etp", "ep", "edp") if values["model.num_moe_experts"] else ()
     axes = [axis for axis in ("tp", "cp", "dp", "pp", *experts) if getattr(sizes, axis) > 1]
     crossing = [axis for axis in axes if sizes.crosses(axis, ranks)]
@@ -220,7 +220,7 @@ def _across_nodes(values: ConfigValues, sizes: ParallelSizes, ranks: int) -> Der
 
 
 def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None:
-    """Add violations for sizes that tp, cp or etp do not divide, and for ranks without words of the vocabulary."""
+    """Add violations for sizes that tp, cp or etp do not divide, and for ranks without tokens of the vocabulary."""
     tp, cp = values["tp"], values["cp"]
     experts = values["model.num_moe_experts"] or 0
     pieces = cp * tp if values[SEQUENCE] else cp
@@ -239,7 +239,7 @@ def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None
     _divide_groups(values, violations)
     words = values["model.vocab_size"]
     if -(-words // tp) * (tp - 1) >= words:
-        message = f"tp {tp} leaves ranks without any of the {words} words of model.vocab_size"
+        message = f"tp {tp} leaves ranks without any of the {words} tokens of model.vocab_size"
         place = values.cite("tp", "model.vocab_size")
         violations.append(Violation("PP-E207", "model.vocab_size", message, place, {"tp": isqrt(words)}, {"tp": 1}))
     if experts and tp > 1 and not values[SEQUENCE]:
@@ -253,7 +253,7 @@ def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None
         remedies = [{"seq": size} for size in nearest_multiples(2 * pieces, values["seq"])]
         violations.append(Violation("PP-E208", "seq", message, values.cite("seq", "cp"), *remedies, {"cp": 1}))
     elif values["seq"] % pieces:
-        message = f"seq {values['seq']} is not a multiple of cp {cp} x tp {tp}, which sequence_parallel divides it into"
+        message = f"seq {values['seq']} is not a multiple of the cp {cp} x tp {tp} pieces of sequence_parallel"
         remedies = [{"seq": size} for size in nearest_multiples(pieces * (2 if cp > 1 else 1), values["seq"])]
         place = values.cite("seq", "tp", "cp", SEQUENCE)
         violations.append(Violation("PP-E208", "seq", message, place, *remedies, {SEQUENCE: False}, {"tp": 1}))
@@ -264,7 +264,7 @@ SEQUENCE = "parallel.sequence_parallel"
 
 
 def _divide_groups(values: ConfigValues, violations: Violations) -> None:
-    """Add a violation unless tp divides the groups of keys and values, or they divide tp (ranks then share a group)."""
+    """Add a violation unless tp divides the number of key/value groups or is a multiple of it (ranks share groups)."""
     key, tp = "model.num_query_groups", values["tp"]
     groups = values[key]
     if values["model.multi_latent_attention"] or not groups or groups % tp == 0 or tp % groups == 0:
@@ -275,8 +275,8 @@ def _divide_groups(values: ConfigValues, violations: Violations) -> None:
 
 
 def _divide_context(values: ConfigValues, violations: Violations) -> None:
-    """Add violations if the levels of context parallelism do not make cp, or ranks that exchange heads do not divide
-    them."""
+    """Add violations if the levels of context parallelism do not make cp or have no effect, or if the ranks that
+    exchange heads cannot share these evenly."""
     cp, listed, levels = values["cp"], values[KINDS], values[LEVELS]
     kinds = {listed} if isinstance(listed, str) else set(listed)
     hierarchical, place = "a2a+p2p" in kinds, values.cite("cp", KINDS, LEVELS)
@@ -286,7 +286,7 @@ def _divide_context(values: ConfigValues, violations: Violations) -> None:
         violations.append(Violation(CONTEXT, "levels", message, place, {LEVELS: None}, {KINDS: "a2a+p2p"}))
     elif hierarchical and prod(levels or [1]) != cp:
         message = f"{KINDS} a2a+p2p needs {LEVELS} with a product of cp {cp}"
-        message += f", and {' x '.join(map(str, levels))} = {prod(levels)}" if levels else ""
+        message += f", but {' x '.join(map(str, levels))} = {prod(levels)}" if levels else ""
         ways: list[Overrides] = [{LEVELS: pair} for pair in pairs]
         ways += [{"cp": prod(levels)}] if levels else []
         violations.append(Violation(CONTEXT, "levels", message, place, *ways, {KINDS: "p2p", LEVELS: None}))
@@ -295,7 +295,7 @@ def _divide_context(values: ConfigValues, violations: Violations) -> None:
 
 
 def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pairs: list[list[int]]) -> None:
-    """Add a violation if `ranks` that exchange heads do not divide these; `pairs` are the possible levels of cp."""
+    """Add a violation if `ranks` ranks cannot share heads evenly; `pairs` are the possible levels of cp."""
     tp, heads = values["tp"], values["model.num_attention_heads"]
     if heads % tp or heads // tp % ranks == 0:
         return
@@ -333,7 +333,7 @@ def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch
 
 
 def _ragged_call(values: ConfigValues, key: str, call: int, share: int) -> Violation:
-    """The violation of a pp_batch_size of no whole number of microbatches; `share` is a dp rank's part of the batch."""
+    """The violation of a pp_batch_size that is no whole number of microbatches; `share` is a dp rank's batch."""
     mbs = values[key]
     message = f"{CALL} {call} = num_microbatches x micro_batch_size {mbs} has no whole solution"
     fitting = [size for size in nearest_divisors(share, call) if size % mbs == 0]
@@ -342,7 +342,7 @@ def _ragged_call(values: ConfigValues, key: str, call: int, share: int) -> Viola
 
 
 def _ragged_batch(values: ConfigValues, key: str, dp: int) -> Violation:
-    """The violation of a global batch of no whole number of microbatches, or of schedule calls, per dp rank."""
+    """The violation of a global batch that gives a dp rank no whole number of microbatches, or of schedule calls."""
     mbs, gbs, call = values[key], values["gbs"], values[CALL] if values.is_set(CALL) else None
     terms = f"num_microbatches x micro_batch_size {mbs}"
     if call is not None:

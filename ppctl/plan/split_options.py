@@ -1,7 +1,7 @@
 """Megatron's and NeMo's options for splitting the layers, each compiled to a layout, the one source of truth.
 
-Each has the meaning of its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), but is
-refused if it would lose layers.
+Each option has the meaning of its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), but
+is refused if it would lose layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MODULE = re.compile(
 
 
 class Unfit(Exception):
-    """The options cannot be followed: why, and what to type instead."""
+    """Says why the options cannot be followed; `candidates` are overrides to try instead."""
 
     def __init__(self, message: str, *candidates: Overrides, code: str = "PP-E222") -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ def used_options(values: ConfigValues) -> list[str]:
 
 
 def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, Derived] | None:
-    """The layout by the split options, and its equation; None if none is set or, with a violation, none fits."""
+    """The layout by the split options, and its equation; None without options or, with a violation, if none fits."""
     used = used_options(values)
     if not used:
         return None
@@ -75,7 +75,7 @@ def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, De
 
 
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
-    """The layout string from the split options in `used`, and its reason. Raises Unfit if they exclude each other."""
+    """(layout, reason) by the options in `used`. Raises Unfit, StageCountError or LayoutError if they do not fit."""
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
         raise Unfit(f"a layout already determines what {names} set; use only one of them", {"layout": None})
@@ -101,8 +101,8 @@ def _layout(counts: list[int], values: ConfigValues) -> str:
 
 
 def _ends(values: ConfigValues) -> tuple[list[int], str]:
-    """(layers per stage, reason): first and last pp_rank as set, the others even; chunks share a pp_rank's layers
-    evenly."""
+    """(layers per stage, reason): the first and last pp_rank as set, even shares for the others; the chunks of a
+    pp_rank share its layers evenly. Raises Unfit."""
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or 1
     ends = {key: values[key] for key in (FIRST, LAST) if values[key] is not None}
     for key, count in ends.items():
@@ -161,7 +161,7 @@ def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
     """(layout, reason) by NeMo's rule: ceil(layers / layers_per_stage) stages, rounded if asked, then split evenly."""
     layers, pp, size, mode = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
-        raise Unfit(f"{ROUND}={mode} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
+        raise Unfit(f"{ROUND}={mode} rounds the stages of {PER_STAGE}, which is not set", {ROUND: None})
     policy = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
     single = POLICIES[policy].chunks == 1 if policy and policy != AUTO else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, mode)
@@ -182,13 +182,13 @@ def _by_names(values: ConfigValues) -> str:
     stages = stages_by_names(parts, values["model.num_layers"], None if foreign is None else foreign.anatomy)
     if len(stages) % values["pp"] or (values["vpp"] is not None and len(stages) != values["pp"] * values["vpp"]):
         vpp = "" if values["vpp"] is None else f" x vpp {values['vpp']}"
-        raise Unfit(f"{NAMES} has {len(stages)} parts, which pp {values['pp']}{vpp} cannot share", {"vpp": None})
+        raise Unfit(f"{NAMES} has {len(stages)} parts, which do not fit pp {values['pp']}{vpp}", {"vpp": None})
     return canonical_text(stages)
 
 
 def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: Anatomy | None) -> tuple[str, ...]:
-    """The letters of each stage (`Ett`; the final norm goes with the head) from the names of its modules, in ppctl's
-    decoder or in the model of `anatomy`. Raises Unfit for unknown names, and missing or misplaced layers."""
+    """The letters of each stage (`Ett`) from the names of its modules, in ppctl's decoder or in the model of `anatomy`.
+    Raises Unfit for unknown names, missing or misplaced layers, and a final norm without the head beside it."""
     stages, order = [], []
     for number, part in enumerate(parts):
         modules = list(_modules(number, part, anatomy))
@@ -224,7 +224,7 @@ def _modules(number: int, part: Any, anatomy: Anatomy | None) -> Iterator[str | 
 
 
 def _foreign_module(number: int, name: str, anatomy: Anatomy) -> Iterator[str | int]:
-    """The layer or module that a name means in a model of transformers, with or without its inner model's prefix."""
+    """Yield the layer or module of a name, with or without the inner model's prefix. Raises Unfit if it is unknown."""
     inner = anatomy.layers.partition(".")[0]
     full = {name, f"{inner}.{name}"}
     layer = next((each.rpartition(".")[2] for each in full if each.startswith(f"{anatomy.layers}.")), "")

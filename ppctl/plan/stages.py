@@ -74,7 +74,7 @@ def stage_specs(
 
 
 def frozen_stages(model: ModelConfig, stages: Sequence[StageSpec]) -> int:
-    """How many first stages train nothing, and so need no gradients (decision 65)."""
+    """The number of stages, counted from the first, that train nothing and so need no gradients (decision 65)."""
     return next((stage.stage for stage in stages if trained_count(model, stage.layers).total()), 0)
 
 
@@ -91,7 +91,7 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
 def _router_logits(
     config: RunConfig, foreign: ForeignModel, decoders: int, state: TensorSpec
 ) -> tuple[TensorSpec, ...]:
-    """The logits that the routers of the first `decoders` layers recorded, as one tensor beside the hidden state."""
+    """One tensor for the logits that the routers of the first `decoders` layers recorded; () if none did."""
     logits, number = foreign.router_logits, foreign.routed(decoders)
     if logits is None or not number:
         return ()
@@ -153,7 +153,7 @@ def summed_copies(
 def while_summed(
     actions: Sequence[Action], kept: Sequence[int], copies: Mapping[int, int], ends: Ends | None = None
 ) -> int:
-    """The most bytes of activations and `copies` together: after the last backward of each stage."""
+    """The most bytes of activations and a stage's entry of `copies` together, after the stage's last backward."""
     frees = dict.fromkeys(LIFE_ENDS, kept) if ends is None else ends.frees
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)

@@ -47,9 +47,9 @@ class StageSpec:
     """The activation message that comes in (empty on the first stage); its gradient goes back in the same shape."""
     sends: tuple[TensorSpec, ...]
     params: int
-    """Parameters built here, replicas included."""
+    """Parameters built here, tied copies included."""
     replicated_params: int
-    """How many parameters are copies of one with an earlier use (tied output, MTP's embedding)."""
+    """How many of these are tied copies of a parameter with an earlier use (tied output, MTP's embedding)."""
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
     flops_backward: int | None = None
@@ -102,11 +102,11 @@ class Exchange(NamedTuple):
     """A collective by torch's name, or `send`."""
     number: int
     bytes: int
-    """Bytes that the rank sends in a ring: for a gather or scatter other ranks' parts, for an all_reduce both."""
+    """Bytes sent in a ring: other ranks' parts for a gather or a scatter, twice as many for an all_reduce."""
 
 
 class DeviceLimit(NamedTuple):
-    """Bytes of its device that one rank may use."""
+    """Bytes of a device that one rank may use."""
 
     limit_bytes: int
     """Memory of the device; if ranks share it, one rank's part."""
@@ -142,7 +142,7 @@ class StageCost(NamedTuple):
     offloaded_bytes: int = 0
     """Bytes that move to the host in the stage's forward, and back in its backward."""
     copy_s: float = 0.0
-    """Seconds of moving `offloaded_bytes` one way, the least time of a forward or backward."""
+    """Seconds of moving `offloaded_bytes` one way; a forward or backward takes at least as long."""
     exchange_s: float = 0.0
     """The part of `forward_s` in which rows are sent to experts and back."""
     exchange_back_s: float = 0.0
@@ -179,7 +179,7 @@ class Timing:
     bubbles: tuple[float, ...] = ()
     """pp_rank -> the share of the pipeline's time in which it does not compute."""
     critical: tuple[tuple[str, float], ...] = ()
-    """The longest chain of a call, in seconds: forward, backward, messages, gradients."""
+    """The seconds of a call's longest chain by kind: forward, backward, messages, gradients."""
     stages: tuple[StageCost, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

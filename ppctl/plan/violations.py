@@ -51,8 +51,8 @@ class ConfigValues:
         return "\n".join(f"{ALIASES.get(key, key)} = {value_text(self[key])} ({self.source(key)})" for key in shown)
 
     def overridden(self, overrides: Overrides) -> ConfigValues:
-        """The values with `overrides` at the end of the command line. As in composing, typed sizes set a layout aside
-        that is not typed, both names of a microbatch's size have one value, and samples or tokens set steps."""
+        """The values with `overrides` at the end of the command line. As in composing, typed sizes drop a layout that
+        is not typed, both names of a microbatch's size get one value, and samples or tokens set steps."""
         config, provenance = copy.copy(self.config), dict(self.provenance)
         names = {ALIASES.get(key, key): value for key, value in overrides.items()}
         changed = any(name in names and names[name] != self[name] for name in keys_with("layout"))
@@ -80,7 +80,7 @@ def overrides_text(overrides: Overrides) -> str:
 
 
 def parse_overrides(text: str) -> Overrides:
-    """The overrides in a text of `overrides_text` with numbers, text, lists of these and null; empty without any."""
+    """The overrides in a text of `overrides_text`; fractions stay text. Empty if a word is not KEY=VALUE."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
     except ValueError:
@@ -101,7 +101,7 @@ REMEDIES = 2
 """The most remedies that a problem offers."""
 
 MEMORY = "PP-E801"
-"""Rules that are costly to judge: once a remedy is found, no combined ones are tried."""
+"""The code of the rule that is costly to judge: once it has a remedy, no combined ones are tried."""
 
 _CHAIN = 3
 """The most rules that one remedy may mend: sizes, experts, memory."""
@@ -147,9 +147,9 @@ def as_problems(values: ConfigValues, violations: Iterable[Violation], judge: Ju
 
 def _remedies(values: ConfigValues, violation: Violation, messages: Mapping[Rule, str], judge: Judge) -> list[str]:
     """Candidates that work: with them the violation's own rule is kept and no other is newly broken. Candidates that
-    mend everything come first; last those with which a broken rule is broken by other values, since they lead to the
-    next refusal. A candidate that newly breaks a single rule is tried again, combined with that rule's candidates.
-    """
+    mend everything come first. Those with which another broken rule gets another message lead to the next refusal, and
+    count only if there are no others. A candidate that newly breaks a single rule is tried again, combined with that
+    rule's candidates."""
     elsewhere = messages.keys() - {violation.rule}
     whole: list[str] = []
     partial: list[str] = []

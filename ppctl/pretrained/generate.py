@@ -173,7 +173,7 @@ def _prompt(args: Namespace, tokenizer: Tokenizer, model: _WholeModel) -> Prompt
         raise DataError(replace(each, remedy="--template FILE.jinja") for each in error.problems) from None
     prompt = make_prompt(args.prompt, tokenizer, model.words, template, args.system)
     if model.longest is not None and len(prompt.tokens) >= model.longest:
-        message = f"the prompt has {len(prompt.tokens)} tokens, but the model only {model.longest} positions"
+        message = f"the prompt has {len(prompt.tokens)} tokens, but the model has only {model.longest} positions"
         raise DataError(Problem("PP-E560", message, "ppctl explain PP-E560"))
     return prompt
 

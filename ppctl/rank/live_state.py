@@ -51,7 +51,7 @@ class Phases:
 
 @dataclass
 class TimeLeft:
-    """Rank 0's clock: `enter` notes a state's begin, and `over` returns, once a step, whether the run has to stop."""
+    """Rank 0's clock: `enter` records when a state begins; `over`, once a step, returns whether the run has to stop."""
 
     exit_at: float | None = None
     """When `train.exit_after` is over, in seconds since the epoch."""
@@ -78,11 +78,11 @@ class TimeLeft:
         self._doing = (state, now)
 
     def note_save(self, seconds: float) -> None:
-        """Note how long a save took, in the step or in the background."""
+        """Record how long a save took, in the step or in the background."""
         self.slowest_save = max(self.slowest_save or 0.0, seconds)
 
     def over(self) -> bool:
-        """Whether the run has to stop now: the time left is less than it needs to save and end."""
+        """Whether the run has to stop now: `exit_at` has come, or the job's time left is needed to save and end."""
         now = self.clock()
         if self.exit_at is not None and now >= self.exit_at:
             return True
@@ -114,7 +114,7 @@ class LiveState(Callback):
             self._time_left.enter(state)
 
     def stop_requested(self) -> int:
-        """TIME_IS_OVER, or the number of the signal that asked this rank to stop."""
+        """TIME_IS_OVER, or the number of the signal that asked this rank to stop; 0 if it need not stop."""
         return TIME_IS_OVER * self._time_left.over() or self._stop()
 
 

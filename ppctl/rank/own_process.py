@@ -28,7 +28,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StopRequest:
-    """Whether TERM or USR1 has asked this rank to save and exit; at the end of a step ranks agree whether to."""
+    """Whether TERM or USR1 has asked this rank to save and exit; at the end of a step ranks agree whether they do."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 START_UP = timedelta(minutes=10)
-"""How long a rank waits for rank 0 before it has the config, where the run's own limit is."""
+"""How long a rank waits for rank 0 before it has the config, which has the run's own limit."""
 _FIRST_RANK = timedelta(minutes=1)
 """How long a rank waits for its node's first rank: both have met, but the first may have to start again."""
 _RUN = "ppctl/run"
@@ -43,10 +43,10 @@ _START = "PPCTL_START"
 _NODE = "ppctl/node"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _DUMP = "exception_dump"
-"""torch's key: NCCL's watchdog sets it, below no prefix, when a message fails, and where it is set NCCL's monitor
-writes its record and ends its rank eight minutes later. An agent's store would keep it for the next start's ranks."""
+"""torch's key, without a prefix: NCCL's watchdog sets it when a message fails. Where it is set, NCCL's monitor writes
+its record and ends its rank eight minutes later; an agent's store would keep the key for the next start's ranks."""
 _LOOK = 0.5
-"""Most seconds between looks at the store: 2,047 ranks ask it twice each."""
+"""The most seconds between looks at the store, which gets two questions from each of up to 2,047 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class OwnRank:
         server = () if NODE_DIRECTORY in os.environ else ("MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in ("RANK", "WORLD_SIZE", *server) if name not in os.environ]
         if missing:
-            message = f"a worker is started by a launcher, which sets {', '.join(missing)}"
+            message = f"a worker must be started by a launcher, which sets {', '.join(missing)}"
             raise ConfigError(Problem("PP-E740", message, "ppctl train +recipe=quickstart"))
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -87,7 +87,8 @@ class SharedRun:
 
 
 def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
-    """The store that all ranks share, with a prefix for this start. Raises as `reach.store.connect`."""
+    """The store that all ranks share, with a prefix for this start. Raises TrainingError (PP-E709) if rank 0 does not
+    come, and as `reach.store.connect` does."""
     store = connect(own.rank, own.world_size, patience)
     if own.rank == 0:  # before any rank of this start has a group: they wait for what rank 0 publishes
         store.delete_key(_DUMP)
@@ -195,8 +196,8 @@ def publish_run(store: SealedStore, shared: SharedRun) -> None:
 
 def receive_run(store: Store, directory: Path | None = None) -> tuple[SharedRun, SealedStore] | int:
     """The run that rank 0 published and the store with its secret, or the exit code with which rank 0 refused a run.
-    Without its `directory`, the secret's place is read before it can prove anything: it counts only if it is this
-    user's own."""
+    Without the run's `directory`, the secret's place comes from a value without proof: the secret counts only if its
+    file is this user's own. Raises TrainingError (PP-E776)."""
     if directory is not None:
         own = sealed(store, RunDir(directory))
         return _shared(own.get(_RUN)), own
@@ -219,7 +220,7 @@ def _shared(parts: Mapping[str, Any]) -> SharedRun:
 
 
 def refuse_run(store: Store, code: int, world_size: int, patience_s: float = 30.0) -> None:
-    """Let every other rank exit with `code`. The store may be in rank 0, which stays until all have read it."""
+    """Let every other rank exit with `code`. Waits at most `patience_s` for them: the store may be in rank 0."""
     SealedStore(store, None, "").set(_RUN, {"refused": code})  # there is no run, and so no secret
     deadline = time.monotonic() + patience_s
     while store.add(_READERS, 0) < world_size - 1 and time.monotonic() < deadline:

@@ -44,9 +44,9 @@ from ppctl.train.session import Session
 
 
 class MetricsLog(Callback):
-    """Adds records to metrics.jsonl. The first record replaces an earlier start's records of its step and later steps;
-    not sooner, since the checkpoint may not fit. So does a record after one of a later step, when the run has gone
-    back."""
+    """Adds records to metrics.jsonl. The first record replaces an earlier start's records of its step and later steps,
+    which stay until then since the checkpoint may not fit; so does a record after one of a later step, when the run
+    has gone back."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._last = run, LARGEST
@@ -80,8 +80,8 @@ def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
 
 
 def write_start_up(run: RunDir, phases: Phases, kernels: Kernels, replay: str) -> None:
-    """Show and record how long each phase of the start took, with which kernels, and what is computed twice, just
-    before the first step."""
+    """Show and record, just before the first step, how long each phase of the start took, which kernels run, and what
+    is computed twice."""
     phases.seconds = {"compose": round(float(run.environment().get("compose_s", 0.0)), 3)} | phases.seconds
     print(f"{phases.line()}\n{kernels.line()}{f'{chr(10)}replay: {replay}' if replay else ''}", flush=True)
     environment = run.environment() | {"kernels": kernels.names(), "replay": replay or None}
@@ -104,7 +104,7 @@ def show_end(outcome: TrainingEnd) -> None:
 
 
 def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
-    """Write the result, measured costs, and samples if the run was not stopped. A collective: only rank 0 writes."""
+    """Write the result, measured costs, and samples if the run was not stopped. All ranks call it, rank 0 writes."""
     samples = [] if outcome.stopped else write_samples(session)
     spans = session.pipeline.recorder.spans() if session.own.in_first_pipeline else []
     costs = gather_costs(session, spans)
@@ -169,8 +169,8 @@ def final_state(outcome: TrainingEnd) -> str:
 
 
 def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, watched: bool) -> int:
-    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code. If
-    `watched`, ppctl's own launcher writes and prints all but the traceback."""
+    """Write the failure into the run (or beside the heartbeat if the run's disk is full), print it, return the exit
+    code. If `watched`, print only the traceback: ppctl's own launcher prints the rest and writes the status."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     # If the run goes on without this rank, its node was lost and came back. If a watch has written the rank's failure,
     # then this error is only a consequence.

@@ -41,7 +41,7 @@ class Alarm:
         self._steps = 0
 
     def set(self, state: str) -> None:
-        """The rank enters a state: `training` is one step."""
+        """Set the alarm for the state that the rank enters; `training` is one step."""
         self._steps += state == "training"
         first = self._steps < 3 or state != "training" or self.limits.step is None
         allowed = self.limits.longest if first else self.limits.step
@@ -121,7 +121,7 @@ class NodeWatch:
                 self.run.write_status("failed", rank=failure.rank)
         with suppress(OSError):
             self.run.write_heartbeats(host, {**record, "time": now, _VERDICT: why})
-        # Until the other nodes have read the verdict: else their ranks fail by broken connections to this node.
+        # Wait until the other nodes have read the verdict: else their ranks fail by broken connections to this node.
         self._leave(f"{why}\n{failure.place}", record, wait=self.limits.look if len(hosts) > 1 else 0.0)
 
     def _leave(self, why: str, record: Mapping[str, Any], wait: float) -> NoReturn:
@@ -168,7 +168,7 @@ def write_stacks_on_request() -> None:
 
 
 def turn_on_recorders(run: RunDir) -> None:
-    """Make this process record, and NCCL's own watchdog write into the run."""
+    """Set the variables with which torch records in this process, and NCCL's own watchdog writes into the run."""
     prefix = str(run.flight_record("nccl", 0)).removesuffix("0")  # NCCL's watchdog appends the rank
     for names, value in (
         (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), _ENTRIES),

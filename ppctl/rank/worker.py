@@ -138,12 +138,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _patience(shared: SharedRun) -> timedelta:
-    """Seconds to wait for other ranks: a few more than the watch waits, so that the watch reports first."""
+    """How long to wait for other ranks: a few seconds longer than the watch waits, so that the watch reports first."""
     return timedelta(seconds=seconds(shared.config.launch.start_limit) + 10)
 
 
 def _receive(refused: int | None, own: OwnRank, store: Store) -> tuple[SharedRun, SealedStore] | int:
-    """The run that rank 0 publishes, or the code to exit with: on rank 0 itself, `refused`."""
+    """The run that rank 0 publishes, or the code to exit with (on rank 0, `refused`); may exec with `launch.env`."""
     if refused is not None:
         refuse_run(store, refused, own.world_size)
         return refused
@@ -169,10 +169,10 @@ def _share(
 
 
 def _exec_with(environment: Mapping[str, str]) -> None:
-    """Start this process again with `launch.env`, as rank 0 was started: some variables count only at an interpreter's
-    start."""
+    """Start this process again with `launch.env`, as rank 0 was, unless it has these variables: some count only at an
+    interpreter's start."""
     if environment.items() - os.environ.items():
-        # Signals, blocked until the new process handles them.
+        # These signals are blocked until the new process handles them.
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
         os.execve(sys.executable, [*python("ppctl.rank.worker"), "--join"], os.environ | dict(environment))
 
@@ -233,15 +233,15 @@ class _RankProcess:
         return outcome
 
     def _writer(self) -> Callable[[], WriterAddress]:
-        """Start the node's writer of checkpoints on its first rank, before that rank uses a GPU; the writer's address
-        comes later."""
+        """Start the node's writer of checkpoints on its first rank, before that rank uses a GPU; returns a function
+        that waits for the writer's address."""
         store, name = self.store, f"checkpoint writer {self.own.rank - self.own.local_rank}"
         key = store.key_for(name)
         if self.own.local_rank == 0 and self.shared.config.checkpoint.in_background:
             try:
                 address = WriterProcess(key).address
             except OSError as error:
-                why = f"no checkpoint writer could be started, ranks write themselves: {error}"
+                why = f"no checkpoint writer could be started, so ranks write by themselves: {error}"
                 print(f"warning: {why}", file=sys.stderr)
                 address = WriterAddress()
             store.set(name, address.name)
@@ -253,7 +253,7 @@ class _RankProcess:
         return NodeWatch(run, plan, limits, checkpoint_folder.step_of(tried[0].path if tried else None))
 
     def _publisher(self, directory: Path, limits: Limits, write: Write) -> Publisher | None:
-        """On one rank of a node, the thread that publishes the states of all its ranks."""
+        """Start, on the node's first rank, the thread that publishes its ranks' states; None on the other ranks."""
         if self.own.local_rank != 0:
             return None
         ranks = range(self.own.rank, self.own.rank + self.own.local_world_size)
@@ -283,7 +283,7 @@ class _RankProcess:
     def _warm_up(self, session: Session) -> None:
         launch, messages, ties = session.config.launch, session.pipeline.communicator, session.replica.ties.group
         over_gloo = session.groups["dp"]._get_backend(session.device).name() == "gloo"
-        # Gloo's sum on one rank of a group comes to it from every other one, and shards are on all.
+        # Gloo's sum for one rank of a group comes from every other rank of it, and every rank has shards.
         shards = over_gloo and session.config.parallel.data_parallel_sharding != "none"
         exchanges = session.groups.exchanges(session.config.model.cp_comm_type, whole_rings=shards)
         edges = warm_up(self.store, launch, session.device, messages, session.groups, ties, exchanges)
@@ -298,7 +298,7 @@ class _RankProcess:
         alarm: Alarm,
         publisher: Publisher | None,
     ) -> TrainingEnd:
-        """Load and train; callbacks that save, record and watch follow, and then the user's `followers`."""
+        """Load and train. Callbacks that save, record and watch come first, then the user's, then rank 0's writers."""
         run, config = self.shared.run, self.shared.config
         heartbeat.set_state("loading")
         clock = time_left(config.train.exit_after) if self.leads else TimeLeft()
@@ -333,7 +333,8 @@ class _RankProcess:
 
 
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:
-    """The device of this rank. Raises ConfigError for an environment in which it would hang."""
+    """Set the variables that this rank's device needs; returns the device, now CUDA's current one. Raises ConfigError
+    for an environment in which it would hang."""
     # The launcher's environment is not always the rank's: a job's setup and a node's own profile come later.
     plan = shared.plan
     missing, problems = gpu_environment(shared.config, plan.sizes.pp, os.environ, {}, routed=plan.routed)
@@ -351,7 +352,7 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
 
 
 def _disconnect(session: Session) -> None:
-    """End the connections, on all ranks in one order. The result is written: an error here does not change it."""
+    """End the connections, or after GRACE the process. The result is written: an error here does not change it."""
     patience = Timer(GRACE, os._exit, (0,))
     patience.daemon = True
     patience.start()

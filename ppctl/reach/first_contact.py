@@ -45,7 +45,7 @@ class Contact(NamedTuple):
     name: str
     """The contact's name for a person: `channel 0->1 F`, `group dp`."""
     ranks: tuple[int, ...]
-    """Global ranks; of an edge the sender first."""
+    """Global ranks; the sender of an edge comes first."""
     run: Callable[[], None]
 
 
@@ -78,7 +78,7 @@ def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: 
 def group_contacts(
     name: str, group: ProcessGroup, device: torch.device, *, ring: bool = True, exchanges: Collection[str] = ()
 ) -> list[Contact]:
-    """A group's contacts: on gloo a message over every edge of its ring, then a collective on each of its backends.
+    """A rank's contacts in a group: on gloo messages over its edges of the ring, then a collective on each backend.
 
     `exchanges` are further kinds, for which ranks connect differently (NCCL at the first of each): messages `round` the
     group, from every rank to the next, or `all to all`.
@@ -114,11 +114,8 @@ def _gloo(group: ProcessGroup) -> Transport | None:
 
 
 def _turn(edge: Channel, size: int) -> tuple[int, int]:
-    """The place of a ring's edge in the order: first every second edge, then the others; the last edge of an odd ring
-    alone.
-
-    Thus no two edges of one rank have the same turn.
-    """
+    """The place of a ring's edge in the order: first every second edge, then the others, and the last edge of an odd
+    ring alone. So no two edges of one rank have the same turn."""
     index = edge.source if edge.target == (edge.source + 1) % size else edge.target
     return (2 if size % 2 and index == size - 1 else index % 2), index
 
@@ -161,10 +158,9 @@ class FirstContact:
     _entries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def make(self, contacts: Sequence[Contact], limit: float, enter: Callable[[], None]) -> list[TimedContact]:
-        """Make `contacts` in a thread, which calls `enter()` first, each within `limit` seconds.
-
-        Raises DeadEdge (PP-E707) naming ranks and hosts, with the same text on every rank that waited.
-        """
+        """Make `contacts` in a thread, which calls `enter()` first; each must end within `limit` seconds. All ranks
+        call this together. Raises DeadEdge (PP-E707) naming ranks and hosts, with the same text on every rank that
+        waited."""
         self._write(at=None)
         self._arrive()
         results: SimpleQueue[list[float] | Exception] = SimpleQueue()
@@ -200,7 +196,7 @@ class FirstContact:
         self.store.plain.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
 
     def _fail(self, contact: Contact, reason: str) -> None:
-        """Report a dead contact, and raise DeadEdge (PP-E707): a moment later on ranks outside of it."""
+        """Report a dead contact, and raise DeadEdge (PP-E707); ranks outside the contact raise a moment later."""
         at = [contact.name, list(contact.ranks)]
         self._write(at=at, how=reason)
         time.sleep(_SETTLE)

@@ -95,7 +95,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason in an error of gloo's, with its address; the error's first line if the error is unknown."""
+    """The reason in gloo's error, with the address that it names; the error's first line if the reason is unknown."""
     text = next(iter(str(error).splitlines()), type(error).__name__)
     reason = next((why for pattern, why in _GLOO_REASONS if re.search(pattern, text, re.IGNORECASE)), None)
     if reason is None:

@@ -1,9 +1,9 @@
 """`python -m ppctl.reach.probe`, started once per rank: measures messages between neighbours, and tries transports.
 
-Rank 0 prints JSON objects, one a line. The first: versions, and a row for every edge of the ring, measured one edge at
-a time: seconds of a message of 4 bytes, bytes per second of a large one. For an edge that does not answer within its
-limit the row has the error. Between several GPUs one for each transport of a pipeline follows, from a miniature
-pipeline over all, up to the first that fails.
+Rank 0 prints JSON objects, one a line. The first has versions, and a row for every edge of the ring, measured one edge
+at a time: seconds of a message of 4 bytes, bytes per second of a large one. The row of an edge that does not answer
+within its limit has the error. Several GPUs also get an object for each transport, tried with a miniature pipeline over
+all ranks; the first transport that fails is the last.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _check(weight: torch.Tensor, schedule: Schedule) -> None:
     expected = schedule.num_microbatches * _FACTOR ** (schedule.placement.num_stages - 1)
     assert weight.grad is not None  # set: the schedule has run its backwards
     if (found := weight.grad.item()) != expected:
-        raise RuntimeError(f"a gradient is {found:g}, and {expected:g} is right: messages went wrong")
+        raise RuntimeError(f"a gradient is {found:g}, but {expected:g} is right: messages went wrong")
     weight.grad = None
 
 
@@ -126,7 +126,7 @@ _ROUNDS = 5
 
 
 def main() -> int:
-    """Measure; 0 if every edge answered, else 1."""
+    """Measure and print; returns 0 if every edge answered, else 1. Ends the process if a transport fails."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = device_of(rank, world, os.environ, torch.cuda.device_count())
     if device.type == "cuda":
@@ -195,7 +195,8 @@ def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> d
 
 
 def _seconds(source: int, target: int, elements: int, device: torch.device) -> float:
-    """Seconds one way, half of a round trip: the median of several."""
+    """Seconds that a message takes from `source` to `target`: half of a round trip, the median of several. Both ranks
+    call this together."""
     tensor = torch.zeros(elements, device=device)
     times = []
     for _ in range(_ROUNDS):

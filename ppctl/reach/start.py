@@ -39,7 +39,7 @@ Exchanges = Mapping[str, Collection[str]]
 
 
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
-    """Make the default process group on `backends` (`ppctl.host.devices`): gloo for messages between CPUs among them.
+    """Make the default process group on `backends` (`ppctl.host.devices`), with gloo for messages between CPUs.
 
     A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long
     backends wait for other ranks, in the world's group and in every group that is made later. Raises DeadEdge
@@ -217,8 +217,8 @@ def _first_of_each_host(ranks: Mapping[int, Any]) -> dict[int, Any]:
 def _tried_by_host(ranks: Mapping[int, Any], pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     """First rank of each host -> the first ranks of hosts that it tries.
 
-    Hosts of `pairs` try each other, and those of the world's ring, and rank 0's host and all others: every rank speaks
-    to rank 0. Besides, each tries the hosts 1, 2, 4, 8 and so on after it, so that others than those few find it.
+    Hosts try each other if `pairs` or the world's ring joins them, and rank 0's host tries all and is tried by all, as
+    every rank speaks to rank 0. Each also tries the hosts 1, 2, 4, 8, ... after it, so that many hosts try each host.
     """
     first = list(_first_of_each_host(ranks))
     of_host = {ranks[rank]["host"]: place for place, rank in enumerate(first)}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _MORE = 5.0
-"""Seconds beyond its limit in which torch says itself that it has not connected."""
+"""Seconds after its limit within which torch itself reports that it has not connected."""
 
 
 def connect(rank: int, world: int, patience: timedelta) -> Store:
@@ -71,8 +71,8 @@ def _at_port(host: str, port: int, rank: int, world: int, patience: timedelta) -
 
 
 def join(host: str, port: int, world: int | None, patience: timedelta) -> TCPStore:
-    """The store that another process serves, with a `world` once all its ranks have come. Raises RuntimeError after
-    `patience` for each, also where somebody listens who never answers: torch's constructor asks him without a limit."""
+    """The store that another process serves; with a `world`, once all its ranks have come. Raises RuntimeError after
+    `patience` for each, also if what listens there never answers, for which torch's constructor would wait for ever."""
     found, waits = Queue[TCPStore | RuntimeError](), world is not None
 
     def ask() -> None:
@@ -92,7 +92,7 @@ def join(host: str, port: int, world: int | None, patience: timedelta) -> TCPSto
 
 
 def limit_answers(port: int, limit: timedelta) -> None:
-    """Let questions to the store at `port` fail that it does not answer in time: torch's would wait for ever."""
+    """Make questions to the store at `port` fail after `limit` without an answer: torch's would wait for ever."""
     for descriptor in [int(each.name) for each in Path("/dev/fd").iterdir() if each.is_socket()]:  # others would leak
         with suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as own:
             if own.getpeername()[1:2] == (port,):
@@ -147,8 +147,7 @@ _PROOF = 64
 
 
 class SealedStore:
-    """JSON values by key in `plain`, torch's store, with proofs for the start numbered `start`, if there is a
-    secret."""
+    """JSON values by key in `plain`, torch's store; if there is a `secret`, with proofs for the start `start`."""
 
     def __init__(self, plain: Store, secret: bytes | None, start: str) -> None:
         self.plain = plain

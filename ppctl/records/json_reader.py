@@ -2,8 +2,8 @@
 
 A type is an annotation: plain types, None, Literal, unions, tuples, lists and dicts of types, dataclasses, NamedTuples
 (objects, or lists of their fields), TypedDicts, and classes with a `parse` of their text. `Annotated[type, rule]` adds
-a rule: a range, a set or a pattern that the value must be in, or a function that raises ValueError. Keys that an
-object's type does not declare are left out, or kept in a TypedDict: later versions may add some.
+a rule: a range or a set that has the value, a pattern that it matches, or a function that raises ValueError. Keys that
+an object's type does not declare are left out, or kept in a TypedDict: later versions may add some.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fault(ValueError):
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Disable garbage collection while millions of lasting values are made, where it takes most of the time."""
+    """Disable garbage collection while millions of lasting values are made: it would take most of the time."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -85,7 +85,7 @@ def finite(value: Any) -> Any:
 
 
 def read(kind: type[T], value: Any) -> T:
-    """`value`, as `json` reads it from a text, as a `kind`. Raises ValueError with the place and the broken rule."""
+    """Convert what `json` has read from a text to a `kind`. Raises ValueError with the place and the broken rule."""
     parsed: T = _reader(cast(Any, kind))(value)
     return parsed
 
@@ -179,8 +179,8 @@ def _mapping(key: _Read, inner: _Read) -> _Read:
 
 
 def _object(kind: Any) -> _Read:
-    """The reader of a class with annotated fields. Fields with a default, or optional ones of a TypedDict, may be
-    missing, or null if null is no value of theirs."""
+    """The reader of a class with annotated fields. A field with a default, or an optional one of a TypedDict, may be
+    missing; null counts as missing if the field's type has no None."""
     keeps, known = is_typeddict(kind), get_type_hints(kind, include_extras=True)
     if keeps:
         optional = kind.__optional_keys__ | {name for name, each in known.items() if get_origin(each) is NotRequired}

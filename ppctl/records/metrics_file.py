@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or lines without a record."""
+"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or damaged lines."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _LONGEST = 2**16
 _LEAST_TAIL_BYTES = 2**18
 _MOST_OF_A_RECORD = 2**11
 _MOST_DAMAGED = 1000
-"""The most lines without a record; then the rest is not read: a file of 200 MB may have as many."""
+"""The most lines without a record; after more, the rest is not read: a file of 200 MB may have only such lines."""
 
 
 class MetricsFile:
-    """Reads records added since its last read; at first all records, or at least the last `last` ones."""
+    """Reads the records that were added since its last read; at first all, or at least the `last` newest ones."""
 
     def __init__(self, path: Path, damaged: Callable[[object], None], *, last: int | None = None, at: int = 0) -> None:
-        """`damaged` is called with the reason why the file, or the first bad line, was left out."""
+        """Reads from byte `at` on. Calls `damaged` with the reason why the file or its first bad line is left out."""
         self._path, self._damaged, self._at = path, damaged, at
         self._tail = None if last is None else max(_LEAST_TAIL_BYTES, last * _MOST_OF_A_RECORD)
 
     def read(self) -> list[dict[str, Any]]:
-        """The records, without other lines; an unfinished last line is still being written, or was cut off."""
+        """The new records, without damaged lines. An unfinished last line stays for the next read."""
         try:
             with open_regular(self._path, follow=False) as file:
                 return [record for _, record in self._added(file)]
@@ -40,7 +40,7 @@ class MetricsFile:
             return []
 
     def drop_from(self, step: int) -> None:
-        """Cut the file before its first record of `step` or later, reading from the end. Raises OSError for no file."""
+        """Cut the file before its first record of `step` or later, else after its last whole line. Raises OSError."""
         with open_regular(self._path, follow=False) as file:
             size, self._tail = os.fstat(file.fileno()).st_size, _LEAST_TAIL_BYTES
             while True:
@@ -52,7 +52,7 @@ class MetricsFile:
         os.truncate(self._path, next((begin for begin, record in records if record["step"] >= step), self._at))
 
     def _added(self, file: BufferedReader) -> list[tuple[int, dict[str, Any]]]:
-        """Each record that was added, after the byte where it begins."""
+        """(the byte where it begins, record) of each record that was added; moves `_at` behind them."""
         records: list[tuple[int, dict[str, Any]]] = []
         faults: list[str] = []
         size = os.fstat(file.fileno()).st_size

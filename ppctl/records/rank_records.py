@@ -16,7 +16,7 @@ STATES = (
     *("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading"),
     *("loading kernels", "recording"),
 )
-"""The states, by their number in shared memory: new states come last."""
+"""The states. A state's place here is its number in shared memory, so new states come last."""
 NO_ACTION = -1
 EXCHANGING_AXES = ("tp", "cp", "ep", "etp")
 """The axes along which ranks exchange within an action."""
@@ -43,15 +43,15 @@ class RankState:
     pid: Count = 0
     """0 until the rank has opened its record."""
     exchanges: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
-    """How many exchanges it has started along each of EXCHANGING_AXES."""
+    """How many exchanges the rank has started along each of EXCHANGING_AXES."""
 
     def to_json(self) -> dict[str, Any]:
-        """The rank's row in the file of its host."""
+        """The rank's entry in the file of its host."""
         return {"version": _VERSION, **{name: value for name, value in asdict(self).items() if name != "host"}}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], host: str) -> RankState:
-        """Read a row of the file of `host`. Raises ValueError if it is no row of any version."""
+        """Read an entry of the file of `host`. Raises ValueError if it is no entry of any version."""
         return read(cls, {**row, "host": host})
 
 

@@ -50,7 +50,7 @@ class LayerKernels:
     during: str
     """FORWARD or BACKWARD; a recomputed forward counts as backward."""
     passes: int
-    """Layers times microbatches, by which the counts divide to those of one layer and microbatch."""
+    """Layers times microbatches: what to divide a count by for one layer and one microbatch."""
     kernels: int
     """torch's operations that launch a kernel, without exchanges between ranks."""
     others: int
@@ -80,7 +80,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An action of the list: bytes at its end, and the most since the previous action's end."""
+    """The memory at an action of the list: bytes at its end, and the most since the previous action's end."""
 
     index: int
     bytes: int

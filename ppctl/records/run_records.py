@@ -49,7 +49,7 @@ class Holder(TypedDict, total=False):
 
 
 class Life(TypedDict):
-    """A start by agents: the run's progress before, the hosts of its ranks, and why it was needed."""
+    """A start by agents: the run's progress before it, the hosts of its ranks, and why this start was needed."""
 
     time: Time
     step: Count
@@ -68,7 +68,7 @@ class Environment(TypedDict, total=False):
 
 
 class Job(TypedDict, total=False):
-    """job.json. Number and cluster become arguments of SLURM's commands; or a JobSet's name and NAMESPACE@CONTEXT."""
+    """job.json: a job's number and cluster, for SLURM's commands; or a JobSet's name and its NAMESPACE@CONTEXT."""
 
     job: Annotated[str, re.compile(r"[0-9]{1,20}(_[0-9]{1,6})?|ppctl-[a-z0-9-]{1,40}")]
     code: Annotated[str, re.compile(r"[a-z0-9]{1,16}")]
@@ -108,7 +108,7 @@ class _EdgeTimes(TypedDict):
 
 def _have_hosts(edges: _EdgeTimes) -> None:
     if any(rank >= len(edges["hosts"]) for contact in edges["contacts"] for rank in contact["ranks"]):
-        raise ValueError("contacts take ranks that hosts have")
+        raise ValueError("contacts name ranks that have no host")
 
 
 EdgeTimes = Annotated[_EdgeTimes, _have_hosts]

@@ -45,7 +45,7 @@ def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> 
 
 
 def figure(record: Record, key: str, form: str) -> str:
-    """A figure of a step for people; metrics.jsonl has null for one that was not finite."""
+    """A figure of a step as text; `nan` if it is missing, or null, which metrics.jsonl has for one not finite."""
     value = record.get(key)
     return "nan" if value is None else format(value, form)
 

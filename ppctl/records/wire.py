@@ -18,10 +18,10 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _HEAD = struct.Struct("<Q")
-"""Bytes of the JSON."""
+"""The number of bytes of the JSON."""
 
 Convert = Callable[[Any, BytesIO], Any]
-"""(value, raw bytes, written or read in order) -> its JSON, or the reverse."""
+"""(value, raw) -> its JSON, or (JSON, raw) -> the value. The value's bytes are appended to `raw`, or read there."""
 
 AS_TEXT: dict[Any, tuple[Callable[[Any], str], Callable[[str], Any]]] = {Path: (str, Path)}
 """Types that are sent as text -> (to text, from text). Modules that know further types add them."""
@@ -40,7 +40,7 @@ def packed(kind: Any, value: Any) -> bytes:
 
 
 def unpacked(kind: Any, data: bytes) -> Any:
-    """The value in bytes of `packed`, with equal bits of floats. Raises Malformed."""
+    """The value that `packed` turned into `data`; floats have the same bits. Raises Malformed for other data."""
     with _refusing():
         end = _HEAD.size + _HEAD.unpack_from(data)[0]
         raw = BytesIO(data)

@@ -1,7 +1,7 @@
 """Counts the operations and bytes of a device while a rank runs, where torch dispatches operations to kernels.
 
 Tensors are on torch's `meta` device: they have shapes, dtypes and memory that can be counted, and no values. Copies of
-values to the host give zeros, and are recorded as waits with ppctl's line that asked.
+values to the host give zeros, and are recorded as waits, with the line of ppctl that asked.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _size(tensor: Tensor) -> int:
 
 class LayerMarks:
     """Finds the kind of layer of a dispatched operation: in a forward that of the called module, in a backward that of
-    the layer whose forward made the running node, also while this recomputes."""
+    the layer whose forward made the running node, also while that layer recomputes."""
 
     def __init__(self) -> None:
         self.passes: dict[str, int] = {}
@@ -178,7 +178,8 @@ class DeviceLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Count an operation and run it, or give zeros if it reads values."""
+        """Count an operation and run it, or give a zero if it reads a value. Raises NotImplementedError if the size of
+        its result depends on values."""
         kwargs = kwargs or {}
         self._operations[self.during] += 1
         if func.namespace == "c10d":
@@ -222,7 +223,7 @@ class DeviceLedger(TorchDispatchMode):
         self._during = phase
 
     def message(self, kind: str, axis: str, size: int, during: str = MESSAGE) -> None:
-        """Note a message or a collective of `size` bytes."""
+        """Count a message or a collective of `size` bytes."""
         self._messages[kind, axis, during] += 1
         self._message_bytes[kind, axis, during] += size
 
@@ -319,7 +320,7 @@ class DeviceLedger(TorchDispatchMode):
             self.message(kind, self.axes.get(group.group_name, "ties"), size, self.during)
 
     def _wait(self) -> None:
-        """Note a place where the host would wait for the device: the innermost frame of ppctl outside the rehearsal."""
+        """Count a wait of the host for the device, at the innermost line of ppctl outside the rehearsal."""
         frame = sys._getframe(1)
         while frame.f_back is not None:
             name = frame.f_code.co_filename

@@ -52,7 +52,7 @@ class MemoryRecorder(Recorder):
         self.most_state = (0, 0)
 
     def begin(self, index: int) -> None:
-        """The action begins."""
+        """Record the memory at the action's begin."""
         self._note(index)
         if self.actions[index].op is Op.REDUCE_GRAD:  # all gradients of the stage exist, and nothing is freed yet
             self.most_state = tuple(map(max, self.most_state, self.state()))  # type: ignore[assignment]  # of two
@@ -61,7 +61,7 @@ class MemoryRecorder(Recorder):
         super().begin(index)
 
     def end(self, index: int) -> None:
-        """The action ends."""
+        """Record the memory at the action's end, and its peak."""
         super().end(index)
         self._note(index)
         self.ledger.during = STEP
@@ -71,7 +71,7 @@ class MemoryRecorder(Recorder):
 
 
 def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
-    """One step of a rank, in a process without a default process group: it has a fake one meanwhile."""
+    """Rehearse one step of a rank, in a process without a default process group. Raises ConfigError (PP-E128)."""
     # Messages need their device's backend of a group; torch has no fake one for meta tensors.
     dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
     try:

@@ -38,12 +38,12 @@ def capability(device: torch.device, *, packed: bool) -> Capability:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Calls fused kernels by their own names while it is entered."""
+    """While it is entered, calls fused kernels in place of the functions that choose them on a GPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The kernel in place of the function, if there is one."""
+        """Call the kernel in place of the function if there is one, else the function."""
         kernel: Callable[..., Any] | None = _KERNELS.get(func)
         return func(*args, **(kwargs or {})) if kernel is None else kernel(func, *args, **(kwargs or {}))
 
@@ -129,12 +129,12 @@ class CountedTransport:
         self.ledger = ledger
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
-        """Note a message that leaves."""
+        """Count a message that leaves."""
         self._note("send", tensors)
         return _Delivered()
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
-        """Note a message that comes."""
+        """Count a message that comes."""
         self._note("receive", tensors)
         return _Delivered()
 

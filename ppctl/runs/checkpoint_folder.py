@@ -1,6 +1,6 @@
 """A directory of checkpoints: names, order of writes, remains of a crash, and which checkpoint a start reads.
 
-Standard library only: launcher and ranks use it; no other module knows these names (decision 23).
+Free of torch: launcher and ranks use it. No other module knows these names (decision 23).
 
     step-20/        a checkpoint: complete, because it got this name by one rename, after its manifest was written
     latest          text: the name of the checkpoint to continue from; replaced by rename
@@ -93,9 +93,9 @@ def is_step(checkpoint: Path) -> bool:
 def find(directory: Path) -> FoundCheckpoint | None:
     """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
 
-    The checkpoint that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning.
-    A checkpoint that the run has discarded (`steps_back`) is chosen only if there is no other. If no checkpoint is
-    complete, the newest incomplete one: loading it fails, so that no run starts again at step 0 beside its checkpoints.
+    It is the one that the `latest` file names (or its `.old`, see `at`), else the newest complete one, with a warning.
+    A checkpoint that the run has discarded (`steps_back`) is chosen only if there is no other. If none is complete, it
+    is the newest incomplete one: loading that fails, so that no run starts again at step 0 beside its checkpoints.
     Raises CheckpointError (PP-E505) if the directory cannot be read.
     """
     with _os_errors_as_problems(directory):
@@ -238,7 +238,8 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def prepare(directory: Path, step: int) -> Path:
-    """Make the empty directory into which `step` is written, after removing the remains of crashed saves."""
+    """Make the empty directory into which `step` is written, after removing the remains of crashed saves. A directory
+    in the place of the link `latest` is renamed to latest.old."""
     directory.mkdir(parents=True, exist_ok=True)
     sweep(directory)
     pointer = directory / LATEST
@@ -312,7 +313,7 @@ def expired(directory: Path, step: int, keep: int, keep_every: int = 0, keep_bes
 
 
 def best(checkpoints: Iterable[Path]) -> list[Path]:
-    """The checkpoints that were evaluated when saved, the lowest loss first, of equal ones the earlier."""
+    """The checkpoints that were evaluated when saved, by loss, the lowest first; of equal losses the earlier first."""
     found = [(loss, step_of(path), path) for path in checkpoints if (loss := eval_loss(path)) is not None]
     return [path for _, _, path in sorted(found)]
 

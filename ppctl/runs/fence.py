@@ -28,12 +28,12 @@ _looked = -_LEASE
 
 
 def variables(name: str, run: Path) -> Mapping[str, str]:
-    """The variable of a rank of the start `name`, with its value."""
+    """The environment variable that tells a rank its start `name`, with its value."""
     return {LIFE: f"{name} {run / 'life'}"}
 
 
 def older(told: str | None = None) -> Problem | None:
-    """The problem of this process, or of one `told` its start, if its run has begun a later start; else None."""
+    """The problem (PP-E779) if the run has begun a later start than `told`, by default this process's; else None."""
     name, _, file = (told or os.environ.get(LIFE, "")).partition(" ")
     try:
         newest = read_text(file) if name else ""
@@ -48,8 +48,8 @@ def older(told: str | None = None) -> Problem | None:
 
 
 def newest(run: Path) -> str:
-    """The newest start of the run: by it a process without a start of its own sees that another one has begun. Empty if
-    it cannot be read."""
+    """The newest start of the run, as LIFE has it: from it a process without a start of its own sees that another one
+    has begun. Empty if it cannot be read."""
     try:
         return variables(read_text(run / "life"), run)[LIFE]
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def newest(run: Path) -> str:
 
 
 def latest(told: str, job: str, run: Path) -> str:
-    """The start that an agent of `job` was `told` last, or the newest one of its job: it may have stood by in that."""
+    """The run's newest start if its job is `job` or that of `told`: an agent may have stood by in it. Else `told`."""
     with suppress(OSError, UnicodeDecodeError):
         newest = read_text(run / "life")
         if newest.rpartition(".")[0] in {job, told.partition(" ")[0].rpartition(".")[0]} - {""}:
@@ -68,7 +68,7 @@ def latest(told: str, job: str, run: Path) -> str:
 
 
 def check(*, at_once: bool = False) -> None:
-    """Raise TrainingError (PP-E779) in a process of an older start. Reads the file if `at_once` or not read lately."""
+    """Raise TrainingError (PP-E779) in a process of an older start. Reads the file `at_once`, else every `_LEASE` s."""
     global _looked
     now = time.clock_gettime(_CLOCK)
     if at_once or now - _looked >= _LEASE:
@@ -78,7 +78,7 @@ def check(*, at_once: bool = False) -> None:
 
 
 def arrive() -> None:
-    """Wait until this host sees that this process's start is the newest. Raises TrainingError (PP-E779)."""
+    """Wait until this host sees that this process's start is the newest. Raises TrainingError (PP-E779) if not."""
     until = time.monotonic() + _ARRIVAL
     while older() is not None and time.monotonic() < until:
         time.sleep(0.5)  # every rank polls one file

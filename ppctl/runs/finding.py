@@ -58,7 +58,7 @@ LATEST = "latest"
 
 
 def _matching(reference: str | None, root: Path) -> tuple[list[RunDir], list[RunDir]]:
-    """(the runs that fit, all runs)."""
+    """(the runs by the first rule that any fits, all runs); for a run directory (that run, nothing)."""
     if reference is not None and (Path(reference) / "config.yaml").is_file():
         return [RunDir(Path(reference).absolute())], []
     runs = list_runs(root)
@@ -91,7 +91,7 @@ def last_checkpoint(run: RunDir) -> Path | None:
 
 def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:
     """The checkpoint that `text` means: its directory, its run's directory, or a run under `root`; `name` is the key or
-    argument that errors are about. Raises CheckpointError (PP-E615) if there is none."""
+    argument that errors are about. Raises CheckpointError (PP-E615) if there is none, ConfigError as `find_run`."""
     path = Path(text).absolute()
     named = checkpoint_folder.at(path)
     if named is not None:
@@ -116,8 +116,8 @@ def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> P
 
 def checkpoint_if_any(text: str, root: Path) -> Path | None:
     """The checkpoint that `checkpoint.load` means: the result of `find_checkpoint`, else the newest in a directory of
-    runs; None if there is none yet. Raises CheckpointError (PP-E615) for Megatron's checkpoints, which would be
-    ignored."""
+    runs; None if there is none yet. Raises CheckpointError (PP-E615) for a checkpoint of Megatron's, which ppctl would
+    not see."""
     path = Path(text).expanduser()
     if (path / _MEGATRONS).is_file():
         message = f"checkpoint.load={text} is a checkpoint of Megatron's, which ppctl does not read"

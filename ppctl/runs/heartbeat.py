@@ -1,6 +1,6 @@
 """Each rank's current state, in a file of this machine's shared memory, and a node's publications of these states.
 
-An action is an index into the rank's own list, and costs no system call. The file outlives its rank, and shows the
+An action is written as an index into the rank's list, without a system call. The file outlives its rank, and shows the
 launcher what a killed rank was doing. It is removed with the start's directory (`private_files.own_directory`).
 """
 
@@ -52,20 +52,20 @@ class HeartbeatFile:
         self.set_state("starting")
 
     def enter(self, index: int) -> None:
-        """The action with this index in the rank's list begins, and may have to wait for a message. The list's length
-        as index means that all actions are done, and the rank waits until its messages are received."""
+        """Record that the action with this index in the rank's list begins; it may have to wait for a message. The
+        list's length as index means that all actions are done, and the rank waits until its messages are received."""
         _MOVE.pack_into(self._map, _STEP_AT, self.step, index, 0, _monotonic())
 
     def work(self, index: int) -> None:
-        """The action has its message and begins to compute."""
+        """Record that the action has its message and begins to compute."""
         _MOVE.pack_into(self._map, _STEP_AT, self.step, index, 1, _monotonic())
 
     def set_state(self, state: str) -> None:
-        """The rank enters one of STATES, outside any action."""
+        """Record that the rank enters one of STATES, outside any action."""
         _STATE.pack_into(self._map, _STATE_AT, STATES.index(state), self.step, NO_ACTION, 0, _monotonic())
 
     def exchange(self, axis: str) -> None:
-        """The rank starts an exchange with others along one of EXCHANGING_AXES."""
+        """Record that the rank starts an exchange with others along one of EXCHANGING_AXES."""
         place = EXCHANGING_AXES.index(axis)
         self._exchanges[place] += 1
         _COUNT.pack_into(self._map, _EXCHANGES_AT + place * _COUNT.size, self._exchanges[place])
@@ -86,7 +86,7 @@ def create(directory: Path, rank: int) -> None:
 
 
 def read(directory: Path, rank: int) -> RankState | None:
-    """The state of `rank`, with monotonic times; None if there is no file."""
+    """The state of `rank`, with monotonic times; None without a valid file."""
     try:
         data = private_files.read(_path(directory, rank), _RECORD.size)
         mark, pid, own, state, step, index, working, since, *exchanges = _RECORD.unpack(data)
@@ -100,12 +100,12 @@ def read(directory: Path, rank: int) -> RankState | None:
 
 
 def read_all(directory: Path, ranks: Iterable[int]) -> list[RankState]:
-    """The states of all `ranks` that have a file."""
+    """The states of all `ranks` that have a valid file."""
     return [state for state in (read(directory, rank) for rank in ranks) if state is not None]
 
 
 def leave_failure(directory: Path, failure: RankFailure) -> None:
-    """Leave a failure for the launcher that could not be written to the run directory: its disk may be full."""
+    """Leave the launcher a failure that could not be written to the run directory, whose disk may be full."""
     private_files.write(_path(directory, failure.rank, "failure"), json.dumps(failure.to_json()).encode())
 
 

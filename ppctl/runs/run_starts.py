@@ -24,7 +24,7 @@ _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
 SECRET = "PPCTL_SECRET"
 """The variable with the secret, for ranks that do not share a disk."""
 QUIET = 60.0
-"""Seconds after its last write when a run without a visible holder counts as over: heartbeats come every ten."""
+"""A run without a visible holder counts as over this many seconds after its last write: heartbeats come every ten."""
 
 
 @contextmanager
@@ -33,8 +33,8 @@ def hold(run: RunDir, *, strictly: bool = False) -> Iterator[None]:
 
     The run stays held after an exec, at most as long as the process exists. Raises ConfigError (PP-E613) if another
     process holds it; `strictly`, also if processes on another host have written within `QUIET` seconds, since NFS does
-    not share locks of directories. Not strict if the earlier ranks are known to be gone (torchrun's and SLURM's
-    restarts). On a file system without locks nothing is held.
+    not share locks of directories. A caller that knows the earlier ranks to be gone is not strict (after restarts by
+    torchrun or SLURM). On a file system without locks nothing is held.
     """
     descriptor = _taken(run, strictly=strictly)
     if descriptor is not None:
@@ -75,7 +75,7 @@ def _going_on_elsewhere(run: RunDir) -> str:
     if machine == identity()["machine"] or "time" not in status or status["state"] not in ("starting", "running"):
         return ""
     silent = quiet_for(run)
-    return "" if silent > QUIET else f", on {machine}: it wrote {silent:.0f} s ago, and is over after {QUIET:.0f} s"
+    return "" if silent > QUIET else f", on {machine}: it wrote {silent:.0f} s ago; after {QUIET:.0f} s it is over"
 
 
 def quiet_for(run: RunDir) -> float:
@@ -90,7 +90,7 @@ def holder(run: RunDir) -> dict[str, Any]:
 
 
 def is_held(run: RunDir) -> bool:
-    """Whether a launcher on a machine that shares this file system's locks is running it now."""
+    """Whether a launcher on a machine that shares this file system's locks is running the run now."""
     descriptor = lock(run.path)
     release(descriptor)
     return descriptor == TAKEN
@@ -109,14 +109,14 @@ def write_secret(run: RunDir) -> None:
 
 def secret_of(run: RunDir, *, reported: bool = False) -> bytes | None:
     """The secret of the newest start; None with PPCTL_SECRET=none. Raises ConfigError (PP-E777) if it is missing, or if
-    another user can read it or the directory and a stranger may have `reported` this."""
+    the run was `reported`, perhaps by a stranger, and another user can read the secret's file."""
     text, place = os.environ.get(SECRET), "environment"
     if text == "none":
         return None
     if text is None:
         text, place = _text(run.path / "secret", reported=reported), str(run.path / "secret")
     if re.fullmatch("[0-9a-f]{64}", text) is None:
-        message = "the ranks of this start have no secret in common: 64 hexadecimal digits that this user alone reads"
+        message = "the ranks of this start have no secret in common, of 64 hexadecimal digits that only this user reads"
         raise ConfigError(Problem("PP-E777", message, f"export {SECRET}=$(openssl rand -hex 32)", place))
     return bytes.fromhex(text)
 
@@ -131,7 +131,7 @@ def _text(path: Path, *, reported: bool) -> str:
 
 
 def begin_start(run: RunDir, name: str) -> None:
-    """Prepare the next start of a submitted run: the last result is deleted, its failures are kept aside."""
+    """Prepare the start `name` of a submitted run: delete the last result and heartbeats, keep failures as errors-N."""
     write_atomically(run.path / "life", name)
     (run.path / "result.json").unlink(missing_ok=True)
     if run.errors():
@@ -140,7 +140,7 @@ def begin_start(run: RunDir, name: str) -> None:
 
 
 def set_aside(run: RunDir) -> None:
-    """Keep the last start's files as plan-1.json and so on. Raises OSError, and ConfigError (PP-E559) for no file."""
+    """Keep the last start's files as plan-1.json and so on. Raises OSError; ConfigError (PP-E559) if one is no file."""
     run.check_files()
     number = _free_number(run)
     for name in ("plan.json", "config.yaml", "env.json", "result.json"):

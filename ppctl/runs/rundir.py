@@ -2,7 +2,7 @@
 
 runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
                      edges.json profile.json holder.json submit.sbatch array.sbatch job.json life
-                     requeue.<job>.<restarts>
+                     requeue.<job>.<restarts> submit.yaml secret
                      logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
 """
 
@@ -50,7 +50,7 @@ def printable(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory. The constructor makes no file; `create` does."""
+    """One run's directory. The constructor makes no file; `create` does. In older starts most writers raise PP-E779."""
 
     path: Path
 
@@ -94,7 +94,7 @@ class RunDir:
         self._write("config.yaml", yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self, name: str = "config.yaml") -> RunConfig:
-        """Read config.yaml, or an earlier start's config. Raises ConfigError (PP-E611) if it is missing or invalid."""
+        """Read config.yaml, or an earlier start's. Raises ConfigError: PP-E611 without one, else as `from_mapping`."""
         from ppctl.config.mapping import from_mapping
         from ppctl.config.yaml_file import read_yaml, shown
 
@@ -126,7 +126,7 @@ class RunDir:
         append(self.path / "command.txt", line + "\n")
 
     def commands(self) -> list[str]:
-        """The command lines, oldest first."""
+        """The command lines, oldest first. Raises ConfigError (PP-E611) without them."""
         return self._parsed("command.txt", lambda data: data.decode().splitlines())
 
     def write_job(self, job: str, cluster: str, **more: str) -> None:
@@ -138,7 +138,7 @@ class RunDir:
         return self.read_object("job.json", Job)
 
     def write_script(self, text: str, name: str = "submit.sbatch") -> None:
-        """Write submit.sbatch, or array.sbatch."""
+        """Write the script `name`: submit.sbatch, array.sbatch or submit.yaml."""
         self._write(name, text)
 
     # Written while the run goes on
@@ -153,7 +153,7 @@ class RunDir:
         return self.metrics_file().read()
 
     def metrics_file(self, *, last: int | None = None, at: int = 0) -> MetricsFile:
-        """A reader of metrics.jsonl as it grows."""
+        """A reader of metrics.jsonl as it grows, from byte `at` on; its first read may have only the `last` records."""
         return MetricsFile(self.metrics_path, partial(self._leave_out, "metrics.jsonl"), last=last, at=at)
 
     def drop_metrics_from(self, step: int) -> None:
@@ -201,7 +201,7 @@ class RunDir:
     # How it ended
 
     def write_error(self, failure: RankFailure) -> None:
-        """Write errors/rank-NNNN.json: the first thing that a failing rank does."""
+        """Write errors/rank-NNNN.json: the first thing that a failing rank does, in an older start as well."""
         (self.path / "errors").mkdir(exist_ok=True)
         write_atomically(self._error(failure.rank), json.dumps(failure.to_json()) + "\n")
 
@@ -212,7 +212,7 @@ class RunDir:
         return sorted((RankFailure.from_json(each) for each in records if each), key=lambda failure: failure.time)
 
     def has_error(self, rank: int) -> bool:
-        """Whether there is a failure of the rank."""
+        """Whether the rank's failure has been written."""
         return self._error(rank).exists()
 
     def _error(self, rank: int) -> Path:
@@ -224,8 +224,8 @@ class RunDir:
         write_atomically(self.flight_record(backend, rank), record, durable=False)
 
     def flight_record(self, backend: str, rank: int) -> Path:
-        """The file of a rank of torch's flight recorder of `backend` (gloo, nccl). Torch's tools need one prefix for
-        all ranks, and the rank at the end."""
+        """The file with what torch's flight recorder of `backend` (gloo, nccl) has of a rank. Torch's tools need one
+        prefix for all ranks, and the rank at the end."""
         return self.path / "errors" / f"flight_recorder_{backend}_rank_{rank}"
 
     def flight_records(self) -> list[Path]:
@@ -346,8 +346,8 @@ class RunDir:
         warn(odd(self.path / name, f"{reason}; it is left out"))
 
     def check_files(self) -> None:
-        """Raise ConfigError (PP-E559) if something that the next start copies or appends to is no regular file."""
-        names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
+        """Raise ConfigError (PP-E559) if what the next start copies, replaces or appends to is no regular file."""
+        names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt", "life")
         for file in filter(os.path.lexists, (*(self.path / name for name in names), *(self.path / "logs").glob("*"))):
             try:
                 open_regular(file, follow=False).close()

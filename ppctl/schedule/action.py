@@ -55,7 +55,7 @@ _ACTION = re.compile(r"([0-9]{1,18})(REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|B
 _SHARDS = re.compile(r"[0-9]+(?:UNSHARD|RESHARD)[0-9]*", re.ASCII)
 """Cells of torch's schedules that gather and free FSDP's parameters, which are no part of a schedule here."""
 _FEW = 20
-"""One action in this many may be in a wrong row of a file whose placement is still recognised."""
+"""A file's placement is recognised even if one action in this many is in a wrong row."""
 
 _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
@@ -127,7 +127,7 @@ class Channel(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Channel:
-        """Parse what `str` prints. Raises ScheduleError."""
+        """Parse the text of `str`. Raises ScheduleError for any other text."""
         source, target, way = _groups(_CHANNEL, text, "a channel: two pp_ranks and a direction, as in 0->1 F")
         return cls(int(source), int(target), way)
 
@@ -221,13 +221,13 @@ class Schedule:
 
     @cached_property
     def messages_into(self) -> tuple[bool, ...]:
-        """Per stage, whether messages over the edge into it are actions of the lists (never over local edges)."""
+        """Per stage, whether the messages into it are actions of the lists; over local edges they never are."""
         stages = range(1, self.placement.num_stages)
         return (False, *(self.lowered and not self.placement.is_local(s - 1) for s in stages))
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """The edges between ranks, whether or not their messages are in the lists: first all forward ones."""
+        """The edges between ranks, even if no list has messages: forward ones, then those with gradients to send."""
         ranks = map(self.placement.rank_of, range(self.placement.num_stages))
         pairs = [(a, b, stage) for stage, (a, b) in enumerate(pairwise(ranks)) if a != b]
         ahead = [Edge(Channel(a, b, "F"), SEND_F, stage, RECV_F, stage + 1) for a, b, stage in pairs]
@@ -262,7 +262,7 @@ class Schedule:
 
         A cell with an overlapped forward and backward, `(2F1;1B0)OVERLAP_F_B`, becomes two actions and one of `pairs`.
         Without `placement` the rows determine which rank owns which stage (loop or V); without `num_microbatches` the
-        largest microbatch does. Raises ScheduleError with every bad cell. The schedule is not verified.
+        largest microbatch does. Raises ScheduleError with every bad cell, or for misplaced stages. Verifies nothing.
         """
         rows, pairs, problems = _read_cells(text)
         if problems:
@@ -272,7 +272,7 @@ class Schedule:
         if placement is None:
             placement = _placement_of(rows)
         elif len(rows) != placement.pp:
-            raise ScheduleError(Problem("PP-E303", f"{len(rows)} rows for pp {placement.pp}: one row per pp_rank"))
+            raise ScheduleError(Problem("PP-E303", f"{len(rows)} rows, but pp is {placement.pp}: write one for each"))
         count = num_microbatches or 1 + max((action.mb for row in rows for action in row), default=0)
         return cls(name, placement, count, tuple(map(tuple, rows)), pairs=pairs)
 

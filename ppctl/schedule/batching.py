@@ -57,7 +57,7 @@ def remember(schedule: Schedule, short: Schedule) -> None:
 
 def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None = None) -> Schedule:
     """The schedule with `more` further rounds of `size` microbatches in its middle, or fewer if `more` is negative.
-    Every list must have more rounds than are left out, and the schedule no pairs."""
+    There must be no pairs, and in every list more rounds than are left out. `shorter` of a longer one is `schedule`."""
     rows: list[tuple[Action, ...]] = []
     count = schedule.num_microbatches + more * size
     for row, (begin, _, length) in zip(schedule.actions, found or repetition(schedule, size), strict=True):
@@ -85,8 +85,8 @@ _LEFT = 4
 """Rounds of one microbatch that a shortened schedule keeps, enough for the repetition to have settled."""
 
 _RULES: tuple[tuple[bool, Set[Op], Set[Op]], ...] = ((True, set(), set()), (False, {F}, {F}), (False, COMPUTE, set()))
-"""The choices that are tried: whether a backward counts with its own price or a forward's in the order of events; and
-which operations' messages move behind the next operation of their rank, except behind which operations."""
+"""The choices that are tried: (whether backwards have their own price, not a forward's, in the order of events; the
+operations whose messages move behind their rank's next operation; the operations behind which none moves)."""
 
 FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
 """The prices for choosing capacities and batches: equal stages, and messages that are short but not free."""
@@ -173,8 +173,8 @@ def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
-    """Add every stage's REDUCE_GRAD right after its last backward and the messages that follow that. A list may be one
-    rank's, or an order of all ranks' events."""
+    """Add every stage's REDUCE_GRAD after its last backward and the messages that come right after this backward. A
+    list may be one rank's, or an order of all ranks' events."""
     rank_of = schedule.placement.rank_of
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
@@ -192,9 +192,9 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
 
 
 def _ordered(schedule: Schedule, run: Execution, goes: _Goes, made: Set[Op], but: Set[Op]) -> tuple[Action, ...]:
-    """The events of one choice in order: computations, and each message as its SEND. A message moves immediately, but
-    if an operation in `made` makes it, it moves behind its rank's next operation, unless that is one of `but`, comes
-    after idle time, or the message is needed before."""
+    """The events of one choice in order: computations, and each message as its SEND. A message is sent once it is made;
+    if an operation in `made` makes it, only after its rank's next operation, unless that is in `but` or comes after
+    idle time. No message is sent later than it is needed."""
     times: list[float] = []
     events: list[Action] = []
     for row, starts, ends in zip(schedule.actions, run.starts, run.ends, strict=True):
@@ -229,8 +229,8 @@ def _goes(schedule: Schedule, run: Execution) -> _Goes:
 
 
 def _lists(ordered: Schedule, capacities: Mapping[Channel, int] | None = None) -> Schedule:
-    """The batched schedule whose lists follow one order of events. A channel's capacity is computed unless given: half
-    of it are the receives that are posted and not yet used."""
+    """The batched schedule whose lists follow one order of events. Unless capacities are given, a channel's is 2 n - 1,
+    where n is the most receives that are posted and not yet used."""
     (order,), count, place = ordered.actions, ordered.num_microbatches, ordered.placement
     rows: list[list[Action]] = [[] for _ in range(place.pp)]
     own = [rows[place.rank_of(stage)] for stage in range(place.num_stages)]
@@ -263,5 +263,5 @@ def _lists(ordered: Schedule, capacities: Mapping[Channel, int] | None = None) -
 
 
 _End = tuple[list[Action], list[Action] | None, Sequence[Action], list[int] | None]
-"""Where an event goes: its rank's list; for a message also the receiver's list and the receives by microbatch, the
-number of posted and unused receives of its line, the most so far, and the index of the first."""
+"""Where an event goes: its rank's list; for a message also the receiver's list, the receives by microbatch, and of its
+line (the posted and unused receives, the most of these so far, the index after the first receive)."""

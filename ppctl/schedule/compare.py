@@ -15,7 +15,7 @@ REFERENCE = "1f1b"
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """A policy's figures. `step` is a multiple of 1F1B's step, `activations` of those on 1F1B's first rank."""
+    """A policy's figures. `step` is a multiple of 1F1B's step, `activations` of what 1F1B's first rank holds."""
 
     policy: Policy
     vpp: int
@@ -32,7 +32,7 @@ class PolicyFigures:
 def compare(
     pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int, int], Costs]
 ) -> tuple[list[PolicyFigures], dict[str, str]]:
-    """(the policies that fit, by name why others do not). Each has its own number of chunks per rank, or all have
+    """(the policies that fit, name -> why another does not). Each has its own number of chunks per rank, or all have
     `vpp`; `costs(stages, chunks per rank)` gives the times. Raises ScheduleError for sizes without a 1F1B."""
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
     figures, left_out = [], {}
@@ -54,7 +54,7 @@ def _figured(
     costs: Callable[[int, int], Costs],
     first: PolicyFigures | None,
 ) -> PolicyFigures:
-    """A policy's figures, with its step as a multiple of the step of `first`; None: of its own."""
+    """A policy's figures, with its step as a multiple of `first`'s step; if `first` is None, of its own."""
     schedule = make_schedule(policy.name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
     trace = simulate(schedule, costs(pp * vpp, vpp))
     step = step_time(first.trace if first else trace)

@@ -21,7 +21,7 @@ _OPS = tuple(KINDS)
 
 
 def timeline_html(picture: Picture) -> str:
-    """The page, as text. Nothing is fetched when it is opened."""
+    """The picture as the text of an HTML page, which fetches nothing when it is opened."""
     return filled(_PAGE, picture.title, _packed(picture))
 
 

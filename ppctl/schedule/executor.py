@@ -23,8 +23,8 @@ _Ready = list[float | None]
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The result of running the lists. `starts` and `ends` (seconds) hold one entry per action that is no message, per
-    rank in list order; `stuck` maps every rank that did not finish to the index of the action it waits at."""
+    """The result of running the lists. `starts` and `ends` have, per rank in list order, the seconds of every action
+    that is no message; `stuck` maps every rank that did not finish to the index of the action at which it waits."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -43,14 +43,14 @@ def order_of(schedule: Schedule) -> tuple[Action, ...] | None:
 
 
 def remember_order(schedule: Schedule, order: tuple[Action, ...]) -> None:
-    """Let `order_of` return `order` for a schedule. It is not a field: `replace` drops it, as other lists may have no
-    order."""
+    """Let `order_of` return `order` for a schedule. The order is not a field: `replace` drops it, as other lists may
+    have none."""
     vars(schedule)["_order"] = order
 
 
 class _ChannelState:
-    """A channel. A message, of `seconds`, starts when it is sent, its receive posted and the previous message
-    delivered."""
+    """A channel. A message takes `seconds`; it starts once it is sent, its receive is posted and the previous message
+    is delivered."""
 
     __slots__ = ("awake", "batches", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
 
@@ -179,8 +179,8 @@ def execute(
     message_seconds: Callable[[Channel], float],
     saved: Mapping[Action, float] | None = None,
 ) -> Execution:
-    """Run every rank's list; returns the Execution. `seconds[op][stage]` is an operation's time, `saved` how much less
-    some actions take; channels without capacity have no limit.
+    """Run every rank's list; returns the Execution. `seconds[op][stage]` is an operation's time; `saved` has the
+    seconds that some actions take less. Channels without a capacity have no limit.
 
     The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). They may
     be in any order and incomplete: a rank that waits for ever is reported in `stuck`.
@@ -260,7 +260,7 @@ def _first_open(row: Sequence[Action], tables: _Lookup) -> int:
             started[id(line)] += 1
             if started[id(line)] > len(line.delivered):
                 return index
-    raise AssertionError("a rank waits for messages that are through")
+    raise AssertionError("a rank waits for messages that are all delivered")
 
 
 def _tables(
@@ -309,7 +309,7 @@ def _tables(
 def _lines(
     schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int], batches: Sequence[_OpenBatch]
 ) -> tuple[list[_ChannelState], list[_ChannelState], list[bool]]:
-    """(the line of every edge forwards, backwards, whether the edge's messages have no actions). Edge s leads into
+    """For every edge (its line forwards, its line backwards, whether its messages have no actions). Edge s leads into
     stage s; the first and the last lead nowhere. Edges between the same two ranks share a line; in a batched schedule
     both directions share it."""
     place = schedule.placement

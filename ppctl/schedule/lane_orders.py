@@ -1,8 +1,8 @@
 """A schedule search's task, and the orders that it tries: rows of lane numbers, and when each rank ends.
 
 A lane is one operation of one stage for all microbatches, which run in order: only the order in which a rank's lanes
-take turns is searched. Its clock gives the executor's times for schedules without messages (a test compares them). It
-is separate code because it runs thousands of times per search, without unsplit backwards, capacities or batches.
+take turns is searched. `Clock` gives the executor's times for schedules without messages (a test compares them). It is
+separate code because it runs thousands of times per search, without unsplit backwards, capacities or batches.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Task:
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
     deferred: Sequence[float] | None = None
-    """Memory that one microbatch holds on each stage from its I to its W. None: as much as before its I, activations
-    being whole until W."""
+    """Memory that one microbatch holds on each stage from its I to its W. None: as much as before its I, since all
+    activations stay until W."""
 
 
 def placements(pp: int, vpp: int) -> list[Placement]:
@@ -62,7 +62,7 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
 def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
     """The least limit of every pp_rank: one microbatch on all of its stages, and the memory that an I adds for its W.
     If an I adds nothing, every schedule needs this much: while a rank's last stage computes, the microbatch is on all
-    stages."""
+    of the rank's stages."""
     later = sizes if deferred is None else deferred
     stages_of = [placement.stages_of(r) for r in range(placement.pp)]
     return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
@@ -100,8 +100,8 @@ def check_limits(task: Task) -> None:
     if short:
         rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)
         message = (
-            f"pp_rank {rank} may hold {task.limits[rank]:.4g} of activations, and one microbatch on its stages "
-            f"takes {least[rank]:.4g}: no schedule needs less"
+            f"pp_rank {rank} may hold {task.limits[rank]:.4g} of activations, but one microbatch on its stages "
+            f"takes {least[rank]:.4g}, and no schedule needs less"
         )
         raise ScheduleError(Problem("PP-E321", message))
 
@@ -163,8 +163,8 @@ class Lanes:
         )
 
     def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
-        """The lanes with perturbed costs: message times scaled, stage times moved to their mean (0 to 1), lanes
-        stretched."""
+        """The lanes with other costs: message times `message` times as long, stage times moved to their mean by the
+        share `even`, and each lane's time multiplied by its factor in `stretch`."""
         seconds = list(self.seconds)
         for kind in range(KINDS):
             mean = sum(seconds[kind::KINDS]) / self.placement.num_stages
@@ -274,8 +274,8 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 
 
 class Clock:
-    """One simulated run of each rank's order: when each rank ends (`ends`, None if they hang) and, if `traced`, which
-    microbatch each entry waited for. Messages wait only for others of their channel."""
+    """One simulated run of each rank's order: when each rank ends (`ends`, None if any hangs) and, if `traced`, which
+    microbatch each entry waited for. A message waits only for earlier ones of its channel."""
 
     def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:
         self.lanes, self.rows = lanes, rows
@@ -327,7 +327,7 @@ class Clock:
 
 
 def critical_blocks(lanes: Lanes, rows: Rows) -> list[Block]:
-    """The longest chain of a step that does not hang, last block first: runs without pause, messages between them."""
+    """The longest chain of a step, last block first: runs without a pause, linked by messages. No rank may hang."""
     clock = Clock(lanes, rows, traced=True)
     assert clock.ends is not None
     maker = {target: lane for lane, target in enumerate(lanes.goes_to) if target >= 0}

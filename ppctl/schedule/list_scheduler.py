@@ -41,9 +41,9 @@ class Rule:
     make_room: bool = True
     """If memory delays a forward, weight gradients go before an I."""
     late_forward: float = 0.5
-    """A forward starts although an I arrives before its end, if it delays the I by at most this share of itself."""
+    """A forward starts although an I arrives before it ends, if the I waits for at most this share of the forward."""
     late_weights: float = 0.5
-    """A W starts although an F or I arrives before its end, if that delays it by at most this share of the W."""
+    """A W starts although an F or I arrives before it ends, if that one waits for at most this share of the W."""
 
 
 class _StepInProgress:
@@ -69,7 +69,7 @@ class _StepInProgress:
         raise NotImplementedError
 
     def made(self) -> Rows | None:
-        """The rows; None if work is left undone."""
+        """The rows; None if the step hangs or was given up."""
         queue, wakes, latest = self._queue, self._wakes, self.latest
         while queue:
             now, pp_rank = heappop(queue)
@@ -121,7 +121,7 @@ class _StepInProgress:
 
 
 class OrderByRule(_StepInProgress):
-    """The rows that `rule` makes if pp_rank r holds at most `limits[r]` (no more than the lanes' own limit). `made`
+    """The rows that `rule` makes if pp_rank r holds at most `limits[r]`, which must not exceed the lanes' limit. `made`
     returns None if a limit has no room for one microbatch on all stages of its rank."""
 
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
@@ -179,7 +179,7 @@ class OrderByRule(_StepInProgress):
 
 
 def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
-    """A stride and by lane an offset: of two entries that with the smaller microbatch x stride + offset goes first."""
+    """(a stride, an offset by lane): the entry with the smallest microbatch x stride + offset goes first."""
     stages = lanes.placement.num_stages
     forward = [float(stage) for stage in range(stages)]
     stride = 1.0
@@ -203,8 +203,8 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
 
 
 class WeightsPlaced(_StepInProgress):
-    """Given rows with the same order of F and I, but every W where its rank would pause or needs the memory.
-    `late_weights` as in `Rule`. `made` returns None if memory would block an F for ever, or the step would end after
+    """The given rows, with their order of F and I, but with every W where its rank would pause or needs the memory.
+    `late_weights` is as in `Rule`. `made` returns None if memory would block an F for ever, or the step would end after
     `latest`."""
 
     def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> None:
@@ -216,8 +216,8 @@ class WeightsPlaced(_StepInProgress):
         self.reserve = [lanes.reserve(pp_rank) for pp_rank in range(len(rows))]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The next lane of the order if it can start; else a W, if memory needs it or it fits a pause. A forward leaves
-        room for the memory that an I adds."""
+        """The next lane of the order if it can start; else a W, if memory needs one or the W fits a pause. A forward
+        leaves room for the memory that an I adds."""
         order, at, owed, lanes = self.order[pp_rank], self.at[pp_rank], self.owed[pp_rank], self.lanes
         arrival = _NEVER
         full = False

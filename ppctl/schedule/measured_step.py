@@ -33,14 +33,14 @@ class RankStamps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """The spans of every rank in `step`."""
+    """One step, as every rank stamped it."""
 
     step: int
     ranks: tuple[RankStamps, ...]
     """The stamps of each rank."""
 
     def to_json(self) -> dict[str, Any]:
-        """Times in whole microseconds since the first rank began."""
+        """Plain data, with times in whole microseconds since the first rank began."""
         zero = min(rank.begin for rank in self.ranks)
 
         def since(seconds: float) -> int:
@@ -86,8 +86,8 @@ def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Seque
 
 @dataclass(slots=True)
 class TimeLedger:
-    """How one rank spent a step, in seconds: the rows add up to the step, from the first rank's begin to the last's
-    end."""
+    """How one rank spent a step, in seconds: the entries add up to the step, from the begin of the first rank to the
+    end of the last."""
 
     compute: float = 0.0
     """Seconds in F, B, I and W."""
@@ -102,19 +102,19 @@ class TimeLedger:
     drain: float = 0.0
     """Seconds after the rank's last action, until the last action of its pipeline was over."""
     agreement: float = 0.0
-    """Seconds from there until the reports of all ranks had come: sums, the norm, and other pipelines."""
+    """Seconds from then until the reports of all ranks had come: sums, the norm, and other pipelines."""
     optimizer: float = 0.0
     """Seconds of clipping and update; on a GPU, which may do them later, the host's part."""
     others: float = 0.0
-    """Seconds after its own end, until the last rank had ended."""
+    """Seconds from this rank's end until the last rank had ended."""
 
     @property
     def total(self) -> float:
-        """The sum of the rows."""
+        """The sum of all entries."""
         return sum(self.rows().values())
 
     def rows(self) -> dict[str, float]:
-        """The seconds of each row by its name, in the order in which rows are shown."""
+        """The seconds of each entry by its name, in the order in which entries are shown."""
         waits = {f"waiting for pp_rank {rank}": seconds for rank, seconds in sorted(self.waiting.items())}
         rest = {name: getattr(self, name) for name in ("messages", "host", "drain", "agreement", "optimizer", "others")}
         return {"compute": self.compute, "gradients": self.gradients, **waits, **rest}
@@ -135,7 +135,7 @@ def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> 
 def _ledger(
     spans: Sequence[Span], rank: RankStamps, made: Mapping[Action, Span], last: float, begin: float, end: float
 ) -> TimeLedger:
-    """One rank's ledger: every stretch of time from begin to end is in one row."""
+    """One rank's ledger: every stretch of time from begin to end is in one entry."""
     ledger, clock = TimeLedger(), begin
 
     def until(time: float) -> float:

@@ -62,10 +62,10 @@ _KEPT = 4
 """How many of the best points are changed."""
 
 _ROUNDS, _MOVES = 8, 500
-"""How often annealing starts from the best order, and the most moves: enough to exhaust short steps."""
+"""How often annealing starts from the best order, and the most moves of each start: enough to exhaust short steps."""
 
 _WARMTH = 0.5
-"""How much longer an order may be at first for annealing to go on from it, in mean actions."""
+"""How much longer than the present order a new one may be, in mean actions, for annealing to go on from it at first."""
 
 _REACH, _DRAWS = 4, 20
 """The most places that an entry moves within its row, and the most moves drawn until one is sound."""
@@ -206,7 +206,7 @@ class _OrderSearch:
         return round(seconds / self.unit, 9)
 
     def consider(self, rows: Rows | None) -> _Value | None:
-        """Judge an order that fits, and keep it if it is the best so far."""
+        """Judge an order that fits, keep it if it is the best so far, and return its value; None if it hangs."""
         if rows is None or (value := self.judge(rows)) is None:
             return None
         if value < self.value:
@@ -252,7 +252,7 @@ class _OrderSearch:
             self._try_point(self._changed(self.best[rank][2]))
 
     def _try_point(self, point: _Point) -> None:
-        """Consider a point's order, and if it is nearly the best also the same with its Ws placed anew."""
+        """Consider a point's order and, if it is nearly the best, also that order with its Ws placed anew."""
         number = len(self.points)
         if point in self.points or (self.left <= 0 and number >= _LEAST_POINTS):
             return
@@ -344,7 +344,7 @@ class _OrderSearch:
         return [*rows[:pp_rank], row, *rows[pp_rank + 1 :]]
 
     def _found(self, named: list[Named]) -> FoundSchedule:
-        """The best order as a schedule; a named schedule if that is as fast."""
+        """The result with the best order as a schedule, or with a named schedule that is as fast."""
         # Rounded, so that times that differ only by rounding compare equal: then the first is taken, and `named` lists
         # schedules with whole backwards before those with split ones.
         ranked = tuple(sorted(named, key=lambda each: (self._relative(each.seconds), self._relative(each.span))))

@@ -16,8 +16,8 @@ from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Sc
 
 
 def pair_up(schedule: Schedule) -> Schedule:
-    """The schedule with every backward and the next forward as a pair, in which the forward comes first. For 1F1B,
-    whose ranks then hold one microbatch more."""
+    """The schedule with every backward and the forward right after it as a pair, in which the forward comes first. It
+    is for 1F1B, whose ranks then hold one microbatch more."""
     rows: list[tuple[Action, ...]] = []
     pairs: list[Pair] = []
     for row in schedule.actions:
@@ -36,7 +36,7 @@ def deferred_weights(schedule: Schedule) -> Schedule:
 
 
 def in_halves(schedule: Schedule, backwards: Collection[Action]) -> Schedule:
-    """The schedule with I and W, one right after the other, in place of each of these B; in a pair the I takes part."""
+    """The schedule with an I and a W right after it in place of each of these Bs; the I takes a B's place in a pair."""
     halves = {each: (each._replace(op=Op.I), each._replace(op=Op.W)) for each in backwards}
     rows = tuple(tuple(half for action in row for half in halves.get(action, (action,))) for row in schedule.actions)
     pairs = frozenset(Pair(ahead, halves.get(back, (back,))[0]) for ahead, back in schedule.pairs)
@@ -44,7 +44,7 @@ def in_halves(schedule: Schedule, backwards: Collection[Action]) -> Schedule:
 
 
 def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
-    """Problems of the pairs of a schedule that is sound without them.
+    """Yield the problems of a schedule's pairs; the schedule must be sound without them.
 
     A pair is an F and a B or I. In their rank's list the backward comes after the forward, with only messages between
     the two. An action is in one pair at most. Neither may need the other, not even through other ranks' lists: both
@@ -58,20 +58,20 @@ def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
     odd = [pair for pair in schedule.pairs if pair.forward.op is not Op.F or pair.backward.op not in INPUT_GRADIENTS]
     for rule, broken in (
         ("a pair is an F and then a B or I", odd),
-        ("an action is in one pair", _with_shared_actions(schedule.pairs)),
-        ("a pair's two stand side by side in a rank's list", schedule.pairs - together),
+        ("an action is in one pair at most", _with_shared_actions(schedule.pairs)),
+        ("the two actions of a pair stand side by side in a rank's list", schedule.pairs - together),
     ):
         if broken:
-            yield Problem("PP-E318", f"{rule}: not so {some(sorted(broken))}")
+            yield Problem("PP-E318", f"{rule}, but not so in {some(sorted(broken))}")
             return
     plain = replace(schedule, actions=rows, capacities={}, batched=False)
     if stuck := [each for each in _circle(plain, groups) if isinstance(each, Pair)]:
-        message = f"the backward cannot start before a forward of these pairs is through: {some(sorted(stuck))}"
+        message = f"the backward cannot start before a forward of these pairs has ended: {some(sorted(stuck))}"
         yield Problem("PP-E318", message)
 
 
 def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
-    """The pairs with an action that is in another pair, too."""
+    """The pairs with an action that is in another pair as well."""
     times = Counter(chain.from_iterable(pairs))
     if len(times) == 2 * len(pairs):
         return []
@@ -81,7 +81,7 @@ def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
     """Actions that wait for each other in a circle if pairs start together; empty if there is no circle."""
     entry = {action: each for row in groups for each in row for action in _actions_of(each)}
-    needed = TopologicalSorter[Action | Pair]()  # from what needs to what is needed: the first circle is found first
+    needed = TopologicalSorter[Action | Pair]()  # each points to those that it needs: the first circle is found first
     for row in groups:
         for before, each in zip([None, *row], row, strict=False):
             for need in chain.from_iterable(deps(action, plain) for action in _actions_of(each)):

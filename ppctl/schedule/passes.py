@@ -96,13 +96,13 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
 
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
     """The compute-only schedule with at most `most` weight gradients deferred on a rank. When an I would exceed this,
-    the oldest W runs after it, and after its pair: while an I runs, `most` others wait. All other actions keep their
-    order, and each stage's Ws the order of its Is."""
+    the oldest W runs right after the I, or after the pair of which the I is the last action: while an I runs, `most`
+    Ws may wait. All other actions keep their order, and each stage's Ws have the order of its Is."""
     return replace(schedule, actions=tuple(_weights_sooner(row, most) for row in schedule.actions))
 
 
 def _weights_sooner(row: Sequence[Action], most: int) -> tuple[Action, ...]:
-    """Return a rank's list in which at most `most` Ws are deferred at any time. The I of a pair is its last action."""
+    """The list of a rank with at most `most` Ws deferred at any time."""
     owed: deque[Action] = deque()
     ordered: list[Action] = []
     for action in row:
@@ -119,10 +119,10 @@ def _weights_sooner(row: Sequence[Action], most: int) -> tuple[Action, ...]:
 
 
 def split_before_late_weights(schedule: Schedule) -> Schedule:
-    """The compute-only schedule without whole backwards that are a stage's last and come before a W of that stage: such
-    a B becomes I and W in a row. A wrapper that sums gradients over replicas at each parameter's last gradient then
-    finds the last ones in one action, or in the last I and the last W, never in a B with deferred gradients still to
-    come.
+    """The compute-only schedule in which no stage's last input gradient is in a B that comes before a W of the stage:
+    such a B becomes an I and a W right after it. A wrapper that sums gradients over replicas at each parameter's last
+    gradient then finds the last ones in one action, or in the last I and the last W, never in a B with deferred
+    gradients still to come.
     """
     late: list[Action] = []
     for row in schedule.actions:
@@ -136,7 +136,7 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
 
     A channel keeps at most `receive_slots(capacity)` receives posted: this many at first, then a further one whenever a
     message has been used. Receives are posted in the order of the sends, whatever the order of use. None is posted
-    before its rank has run the last action that the message depends on (`_first_of_use`), because it cannot arrive
+    before its rank has run the last action that the message depends on (`_first_of_use`), because no message can arrive
     earlier. On a GPU a posted receive is a running kernel: the first launch of another kernel and a retry of the
     allocator wait until the device is idle, and so for the message. No message is placed between the actions of a pair.
     """
@@ -176,7 +176,7 @@ class _ReceivingEnd:
     due: deque[Action]
 
     def post(self, ready: Mapping[Action, int], index: int) -> Iterator[Action]:
-        """The receives that are posted after the action with this index in the rank's list (-1: in front of all)."""
+        """Take and yield the receives that are posted after the action with this index (-1: in front of the list)."""
         while self.free and self.due and ready[self.due[0]] <= index:
             self.free -= 1
             yield self.due.popleft()
@@ -187,7 +187,7 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
 
     The message depends on everything that its sender has used before, also for other microbatches: in 1F1B the first
     gradient comes after the sender's warm-up, which needs as many activations of this rank. And it depends on its own
-    path: an activation on that of the rank's previous stage, a gradient on that of the rank's next stage.
+    microbatch: an activation on the forward of the rank's previous stage, a gradient on its next stage's backward.
     """
     place = schedule.placement
     timed = ((index, *action) for row in schedule.actions for index, action in enumerate(row))
@@ -212,9 +212,9 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
 
 def least_capacities(schedule: Schedule) -> dict[Channel, int]:
     """For every channel the smallest capacity at which nothing waits longer than it would without a limit. That is: in
-    a simulation of the compute-only schedule without limits (at the prices above), no send would have to wait for an
-    older one, and no message would come later than it is needed. Linear in the schedule's length for each capacity
-    tried; few are, since they double until one suffices. Raises ScheduleError if the schedule hangs.
+    a simulation of the compute-only schedule without limits (at the prices of `batching`), no send would have to wait
+    for an older one, and no message would come later than it is needed. The work is linear in the schedule's length for
+    each capacity tried; few are, since they double until one suffices. Raises ScheduleError if the schedule hangs.
     """
     timed = ((action, start, end) for _, action, start, end in simulate(schedule, _costs(schedule)).spans)
     return {line.channel: _least_capacity(line) for line in _routes(schedule, timed).lines}
@@ -256,7 +256,7 @@ class _Routes(NamedTuple):
 
 
 def _routes(schedule: Schedule, timed: Iterable[tuple[Action, float, float]]) -> _Routes:
-    """The routes of a schedule, with the messages that these actions (action, start, end) send and use, and when."""
+    """The routes of a schedule, with the messages that the `timed` actions (action, start, end) send and use."""
     count = schedule.num_microbatches
     lines: dict[Channel, _ChannelMessages] = {}
     routes = _Routes({}, {}, [])

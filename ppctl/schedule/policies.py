@@ -42,8 +42,8 @@ def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Non-interleaved 1F1B: `pp - pp_rank - 1` forwards ahead, then one forward and one backward in turn. One chunk.
-    Neighbours wait two message times per microbatch for each other. With `extra_warmup` further forwards in flight
-    (`extra_of` for each rank) messages may take that much longer before any rank waits."""
+    Neighbours wait two message times per microbatch for each other. With more forwards in flight (`extra_warmup`, of
+    which each rank takes `extra_of`), messages may take longer before any rank waits."""
 
     def warmup(pp_rank: int) -> int:
         counts = warmup_counts(pp, pp_rank, num_microbatches=num_microbatches)
@@ -115,7 +115,7 @@ class Policy:
     for_more_chunks: str = ""
     """The policy to take if a rank has more chunks."""
     least_microbatches: Callable[[int], int] = lambda pp: 1
-    """pp -> the fewest microbatches for which the policy makes lists; for fewer it drops the missing from one."""
+    """pp -> the fewest microbatches for which the policy makes lists; to run fewer, it drops some from such a list."""
     needs_microbatches: Callable[[int], int] = lambda pp: 1
     """pp -> the fewest microbatches that the policy runs."""
     use: str = ""
@@ -228,20 +228,20 @@ def make_schedule(
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches}
     if microbatch_group_size is not None:
         sizes["microbatch_group_size"] = microbatch_group_size
-    problems = [Problem("PP-E304", f"{key} is {value}: at least 1") for key, value in sizes.items() if value < 1]
+    problems = [Problem("PP-E304", f"{key} must be above 0, not {value}") for key, value in sizes.items() if value < 1]
     policy = POLICIES.get(name)
     if policy is None:
         near = get_close_matches(name, POLICIES, 1, 0.4) or ["1f1b"]
-        message = f"there is no schedule {name!r}: {', '.join(POLICIES)}"
+        message = f"there is no schedule {name!r}, only {', '.join(POLICIES)}"
         problems.append(Problem("PP-E304", message, f"pipeline.pp_schedule={near[0]}"))
     most = pp - 1 if policy is not None and policy.extra_warmup else 0
     if not 0 <= extra_warmup <= max(most, 0):
-        message = f"extra_warmup is {extra_warmup}: 0 to {most} for {name} with pp {pp}"
+        message = f"extra_warmup must be 0 to {most} for {name} with pp {pp}, not {extra_warmup}"
         problems.append(Problem("PP-E304", message, f"pipeline.extra_warmup={max(most, 0) if extra_warmup > 0 else 0}"))
     if problems or policy is None:
         raise ScheduleError(problems)
     if not policy.runs(vpp):
-        message = f"{name} runs {policy.chunks_in_words}, and vpp is {vpp}"
+        message = f"{name} runs {policy.chunks_in_words}, but vpp is {vpp}"
         remedy = f"pipeline.pp_schedule={policy.for_more_chunks}" if policy.for_more_chunks else f"vpp={policy.chunks}"
         raise ScheduleError(Problem("PP-E305", message, remedy))
     if num_microbatches < policy.needs_microbatches(pp):
@@ -254,7 +254,7 @@ def make_schedule(
 def too_few_microbatches(policy: Policy, pp: int, num_microbatches: int) -> str:
     """The message for a number of microbatches below `policy.needs_microbatches`."""
     least = policy.needs_microbatches(pp)
-    return f"{policy.name} fills a V of {2 * pp} stages: at least {least} microbatches, not {num_microbatches}"
+    return f"{policy.name} needs {least} or more microbatches to fill a V of {2 * pp} stages, not {num_microbatches}"
 
 
 def _by_table(

@@ -27,7 +27,7 @@ _MOST_WANTED = 2**20
 
 @dataclass(frozen=True, eq=False)
 class ScheduleRequest:
-    """A schedule by its policy, a schedule to search for, or a file's; without any the caller's own choice."""
+    """A schedule by its policy, one to search for, or a file's; with none of these, the caller's own choice."""
 
     policy: str | None = None
     """A policy's name, or AUTO."""
@@ -58,15 +58,15 @@ class ScheduleRequest:
         return f"auto within {self.memory:g} of 1F1B's memory" if self.policy == AUTO else self.policy or "its own"
 
     def check(self, pp: int, vpp: int) -> None:
-        """Raise ScheduleError (PP-E216, PP-E305) if the request fits these sizes with no number of microbatches."""
+        """Raise ScheduleError (PP-E216, PP-E305) if no number of microbatches lets the request fit these sizes."""
         place = None if self.given is None else self.given.placement
         if place is not None and (place.pp, place.num_stages) != (pp, pp * vpp):
-            message = f"the schedule file has {place.num_stages} stages on {place.pp} rows, and pp {pp} x vpp {vpp}"
+            message = f"the schedule file has {place.num_stages} stages on {place.pp} rows, but pp {pp} x vpp {vpp}"
             raise ScheduleError(Problem(CODE, f"{message} = {pp * vpp}", f"{self.argument}=None"))
         policy = POLICIES.get(self.policy or "")
         if policy is not None and not policy.runs(vpp):
             fitting = policy.for_more_chunks or next(name for name in _training() if POLICIES[name].runs(vpp))
-            message = f"{policy.name} runs {policy.chunks_in_words}, and there are {vpp}"
+            message = f"{policy.name} runs {policy.chunks_in_words}, but there are {vpp}"
             raise ScheduleError(Problem("PP-E305", message, f'{self.argument}="{fitting}"'))
 
     def made(self, place: Placement, num_microbatches: int, group: int | None = None) -> Schedule:
@@ -76,7 +76,7 @@ class ScheduleRequest:
         if self.given is not None:
             if self.given.num_microbatches != num_microbatches:
                 count = self.given.num_microbatches
-                message = f"the schedule file runs {count} microbatches, and the call has {num_microbatches}"
+                message = f"the schedule file runs {count} microbatches, but the call has {num_microbatches}"
                 raise ScheduleError(Problem(CODE, message, f"{count} microbatches"))
             made = self.given
         elif self.policy == AUTO:
@@ -93,7 +93,7 @@ class ScheduleRequest:
         stages = place.num_stages
         costs = self.costs or Costs.uniform(stages, message=0.05)
         if len(costs.forward) != stages:
-            message = f"costs has {len(costs.forward)} stages, and there are {stages}"
+            message = f"costs has {len(costs.forward)} stages, but there are {stages}"
             raise ScheduleError(Problem("PP-E304", message, f"{stages} values each"))
         sizes = [1.0] * stages
         limits = [self.memory * unit_of_memory(sizes, place.pp, num_microbatches)] * place.pp
@@ -105,21 +105,21 @@ def _training() -> list[str]:
 
 
 def requested(schedule: str | PathLike[str] | None, memory: float | None, costs: Costs | None) -> ScheduleRequest:
-    """The request that a program's arguments mean; a file, which is any path or a text `....csv`, is read. Raises
+    """The request that a program's arguments mean; a file (a path, or a text that ends with .csv) is read. Raises
     ScheduleError for an unknown name (PP-E304) and a file without a schedule (PP-E216), and ConfigError (PP-E396) for
-    memory or costs without a search."""
+    memory or costs without a search and for a memory that is not above 0."""
     policy = schedule_policy(schedule) if isinstance(schedule, str) else None
     for name, value in (("memory", memory), ("costs", costs)):
         if value is not None and policy != AUTO:
-            message = f"{name} is for the schedule that is searched for"
+            message = f"{name} is only for a schedule that is searched for"
             raise ConfigError(Problem("PP-E396", message, f'schedule="auto", {name}=...'))
     if memory is not None and not (isinstance(memory, int | float) and memory > 0):
-        message = f"memory is {memory!r}: a multiple of the activations of 1F1B's first rank"
+        message = f"memory must be above 0 (1.0: the activations of 1F1B's first rank), not {memory!r}"
         raise ConfigError(Problem("PP-E396", message, "memory=1.0"))
     if schedule is None or policy is not None:
         return ScheduleRequest(policy, memory=1.0 if memory is None else memory, costs=costs)
     if not isinstance(schedule, PathLike) and not (isinstance(schedule, str) and schedule.lower().endswith(".csv")):
-        message = f"there is no schedule {schedule!r}: {AUTO}, a file of the name ...csv, {', '.join(_training())}"
+        message = f"there is no schedule {schedule!r}: {AUTO}, a file named *.csv, {', '.join(_training())}"
         raise ScheduleError(Problem("PP-E304", message, 'schedule="zb_h1"'))
     path = fspath(schedule)
     return ScheduleRequest(given=replace(read_schedule(path), name=path))
@@ -136,11 +136,11 @@ def read_schedule(path: str) -> Schedule:
 
 
 def schedule_in(path: str) -> Schedule:
-    """The compute-only schedule in a file. Raises ScheduleError for other content, OSError and UnicodeDecodeError."""
+    """The compute-only schedule in a file, REDUCE_GRADs left out. Raises ScheduleError, OSError, UnicodeDecodeError."""
     text = read_text(path, _MOST_READ).removeprefix("\ufeff")  # a byte order mark, which spreadsheets write
     schedule = Schedule.from_csv(text)
     if any(action.op in MESSAGES for row in schedule.actions for action in row):
-        message = f"{path} holds messages; ppctl places its own: give the forwards and backwards alone"
+        message = f"{path} holds messages, but ppctl places its own: give the forwards and backwards alone"
         raise ScheduleError(Problem(CODE, message))
     present = sum(map(len, schedule.actions))
     wanted = schedule.placement.num_stages * schedule.num_microbatches
@@ -148,7 +148,7 @@ def schedule_in(path: str) -> Schedule:
         largest = max((action for row in schedule.actions for action in row), key=lambda each: max(each.mb, each.stage))
         message = (
             f"{path} lacks forwards: {schedule.placement.num_stages:,} stages and {schedule.num_microbatches:,} "
-            f"microbatches, as in {largest}, need {wanted:,}, and it has {present:,} actions"
+            f"microbatches, as in {largest}, need {wanted:,}, but it has {present:,} actions"
         )
         raise ScheduleError(Problem("PP-E310", message))
     rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)

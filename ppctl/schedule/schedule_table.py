@@ -37,7 +37,8 @@ def get_schedule_table(
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """A rank's passes as signed chunk numbers from 1, backwards negative. Raises ScheduleError for an empty table."""
+    """Megatron-core's order of a rank: its forwards as chunk numbers from 1, its backwards as these negative. Raises
+    ScheduleError for an empty table."""
     if not schedule_table:
         message = "an empty schedule table has no order"
         raise ScheduleError(Problem("PP-E304", message, "get_schedule_table(num_microbatches=1, ...)"))

@@ -125,7 +125,7 @@ def bubble_of(computed: Sequence[Sequence[float]], run: Execution) -> float:
 
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
     """Per pp_rank, the most (stage, microbatch) activations alive at once: from the start of F to the end of B, or of W
-    if the backward is split (with `until` INPUT_GRADIENTS to the end of I); without a backward only during F."""
+    if the backward is split (of I if `until` is INPUT_GRADIENTS); without a backward only during F."""
     peaks = []
     for row in schedule.actions:
         ends = {(stage, mb) for op, stage, mb in row if op in until}
@@ -144,7 +144,7 @@ _KINDS = ("forward", "backward", "messages", "gradients")
 
 
 def critical_path(trace: Trace) -> list[Span]:
-    """The chain of spans up to the last, in order, each started by the end (and the message) of the previous one."""
+    """The chain of spans that ends with the last one, in order; the end (and message) of each lets the next start."""
     rows = trace.rows()
     run = Execution([[span.start for span in row] for row in rows], [[span.end for span in row] for row in rows], {})
     return longest_chain([[span.action for span in row] for row in rows], run)

@@ -59,9 +59,9 @@ def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:
 
 
 def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
-    """The events for one chunk: held until the last backward, which starts the communication itself (`_released`). With
-    a function that reduces gradients (`reduces`), it is called after all actions, except on the first stage, which ends
-    last, without a bubble for the call: there the last backward communicates."""
+    """The events for one chunk: held until the last backward, which starts the communication itself (`_released`). A
+    function that reduces gradients (`reduces`) is called after all actions instead; but not on the first stage, which
+    ends last and so has no bubble for the call: there, too, the last backward communicates."""
     backwards = _of(row, WEIGHT_GRADIENTS)
     if not backwards:
         return SyncPlan((HOLD,), end=(RELEASE,))
@@ -73,8 +73,8 @@ def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
 
 
 def _released(row: Sequence[Action]) -> dict[Action, _Events]:
-    """The events around the last backward of every stage, or both halves if it is split: undeferred gradients are
-    complete with the last I, deferred ones with the last W. Ws of earlier microbatches in between start nothing."""
+    """The events before the last backward of every stage, or before both halves if it is split: undeferred gradients
+    are complete with the last I, deferred ones with the last W. Ws of earlier microbatches in between start nothing."""
     ends = [{action.stage: action for action in _of(row, ops)} for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)]
     return {action: (RELEASE,) for last in ends for action in last.values()}
 
@@ -109,7 +109,7 @@ def sync_of_chunks(
 
 def gathers_ahead(row: Sequence[Action]) -> dict[Action, int]:
     """Forward of a rank's list -> the stage whose weights begin to be gathered before it, once a step: the forward
-    before the stage's first, so that the gather runs beside it; for the list's first stage its own first forward."""
+    before the stage's first, so that the gather runs beside it. The list's first stage has none, and is left out."""
     forwards = _of(row, _FORWARDS)
     first: dict[int, int] = {}
     for index, action in enumerate(forwards):

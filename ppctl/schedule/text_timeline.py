@@ -14,7 +14,7 @@ _FIRST_OF_PAIR = "k"
 """In place of `a` for a backward that is paired with the forward before it."""
 _NARROWEST = 40
 _USUAL = 80
-"""The least columns of a terminal: words are not broken for narrower ones."""
+"""Columns of a usual terminal: the legend is not wrapped for narrower ones."""
 
 
 def timeline_text(trace: Trace, width: int = 100, seconds: float | None = None) -> str:

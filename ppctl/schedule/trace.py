@@ -71,7 +71,7 @@ def bubble_fraction(trace: Trace) -> float:
 
 
 def makers(spans: Iterable[Span]) -> dict[Action, Span]:
-    """Action -> the span on a neighbouring stage that made its input, without first stages' forwards and Ws."""
+    """Action -> the span on a neighbouring stage that made its input; actions without such a span are left out."""
     listed = [span for span in spans if span.action.op in PASSED_ON]
     made = {(op is F, stage, mb): span for span in listed for op, stage, mb in (span.action,)}
     sources: dict[Action, Span] = {}
@@ -85,8 +85,8 @@ def makers(spans: Iterable[Span]) -> dict[Action, Span]:
 
 def message_times(steps: Iterable[Iterable[Span]]) -> dict[Channel, float]:
     """Median seconds from the end of the span that makes a message to the start of the span that uses it, by channel.
-    Only messages for which a rank idled between two actions count; others give only a bound, and a channel with no
-    others is left out. Spans are on a common clock, each rank's in the order of execution.
+    Only messages for which a rank idled between two actions count, since others give only a bound; a channel where none
+    counts is left out. Spans are on a common clock, each rank's in the order of execution.
     """
     waits: dict[Channel, list[float]] = {}
     for spans in map(list, steps):

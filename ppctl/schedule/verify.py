@@ -46,7 +46,7 @@ def verify(schedule: Schedule, run: Execution | None = None, sound: Schedule | N
 
     `run` is an execution of the schedule at any costs, if there is one, which shows stuck ranks. If the schedule
     repeats rounds of a `shorter` one, the shorter lists are judged: each further round adds the same actions in the
-    same order. The execution is always of the whole. `sound` is a schedule that was judged before.
+    same order. The execution is always of the whole. The lists of the schedule `sound` are not judged again.
 
     The rules: every (stage, microbatch) has one F, and one B or one I and W (in a forward-only schedule neither), on
     the rank that owns the stage and after its dependencies. In a lowered schedule every edge between ranks has its
@@ -60,7 +60,7 @@ def verify(schedule: Schedule, run: Execution | None = None, sound: Schedule | N
     """
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
-        return [Problem("PP-E303", f"{rows} rows for pp {pp}: one row per pp_rank")]
+        return [Problem("PP-E303", f"there are {rows} rows, but pp is {pp}: write one row per pp_rank")]
     lists = shorter(schedule) or schedule
     wrong = [] if lists is sound else list(_wrong_lists(lists))
     return wrong or _hanging(schedule, run) or [*wrong_pairs(schedule)]
@@ -77,8 +77,8 @@ def _wrong_lists(schedule: Schedule) -> Iterable[Problem]:
 
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
-    """The stages that add up gradients in another order than the microbatches', each with two actions as evidence. Such
-    a schedule runs, but its floating-point sums may differ in bits from other schedules'."""
+    """The stages that add up gradients in another order than the microbatches', each with two actions as evidence. A
+    schedule with such stages runs, but its floating-point sums may differ in bits from other schedules'."""
     misplaced: dict[int, tuple[Action, Action]] = {}
     for row in schedule.actions:
         last: dict[tuple[bool, int], Action] = {}
@@ -140,7 +140,7 @@ def _incomplete(schedule: Schedule, wanted: Sequence[set[Action]]) -> Iterator[P
         if foreign := sorted(present - own):
             reasons = [f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in foreign]
             place = _rows_around(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
-            yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {some(reasons)}", place=place)
+            yield Problem("PP-E312", f"rank {pp_rank} must not have these actions: {some(reasons)}", place=place)
 
 
 def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
@@ -155,7 +155,7 @@ def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
         return f"the microbatches are 0 to {schedule.num_microbatches - 1}"
     if op in MESSAGES:
         return "that edge has no message between ranks"
-    return "a stage has backwards to reduce, or none" if op is Op.REDUCE_GRAD else "a backward is B, or I and W"
+    return "its stage has no gradients to reduce" if op is Op.REDUCE_GRAD else "a backward is a B, or an I and a W"
 
 
 _Lanes = dict[tuple[Op, int], list[int]]
@@ -211,7 +211,7 @@ def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem
 def _edges_of(
     schedule: Schedule, lanes: Sequence[_Lanes], way: Callable[[Channel], Channel]
 ) -> dict[Channel, list[Edge]]:
-    """The edges whose messages are in the lists, by `way(channel)`."""
+    """`way(channel)` -> the edges of these channels whose messages are in the lists."""
     edges: dict[Channel, list[Edge]] = {}
     for edge in schedule.edges:
         if (edge.receive, edge.receiver) in lanes[edge.channel.target]:
@@ -242,7 +242,7 @@ def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Probl
     """Per channel: no capacity, or more receives posted and not yet used than it has slots."""
     for channel, edges in _edges_of(schedule, lanes, lambda channel: channel).items():
         if channel not in schedule.capacities:
-            yield Problem("PP-E315", f"channel {channel} carries messages and has no capacity")
+            yield Problem("PP-E315", f"channel {channel} carries messages but has no capacity")
             continue
         own, slots = lanes[channel.target], receive_slots(schedule.capacities[channel])
         posted = sorted(chain.from_iterable(own[edge.receive, edge.receiver] for edge in edges))
@@ -252,7 +252,7 @@ def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Probl
         if any(map(lt, posted[slots:], used)):
             beyond = next(at for at, free in zip(posted[slots:], used, strict=False) if at < free)
             needs = schedule.actions[channel.target][beyond]
-            yield Problem("PP-E316", f"channel {channel} has {slots} receive slots and {needs} needs one more")
+            yield Problem("PP-E316", f"channel {channel} has {slots} receive slots, but {needs} needs one more")
 
 
 def _hanging(schedule: Schedule, run: Execution | None) -> list[Problem]:

@@ -112,8 +112,8 @@ _new_pair = partial(tuple.__new__, Pair)
 
 
 class _Words:
-    """A rank's list while it is made: every word counts its own microbatches. A bare `W` is the oldest deferred one,
-    and `F0+B1` is a pair."""
+    """A rank's list while it is made: every word counts its own microbatches. A bare `W` is the oldest deferred weight
+    gradient, and `F0+B1` is a pair."""
 
     def __init__(self, stages: tuple[int, ...], count: int) -> None:
         self.stages, self.count = stages, count
@@ -134,7 +134,7 @@ class _Words:
                 self.actions.append(self.owed.popleft())
 
     def _rounds(self, words: list[str], times: int) -> None:
-        """Add `times` rounds of words, each of which counts its own microbatches, at C speed."""
+        """Add `times` rounds of words at C speed; each word counts its own microbatches."""
         columns, owed = list[Sequence[Action]](), list[Sequence[Action]]()
         for word in words:
             own = list[Sequence[Action]]()
@@ -160,7 +160,7 @@ def _parsed(word: str) -> tuple[Op, int, str]:
 
 
 def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
-    """Return the schedule on a V whose rows `fill` writes, without the microbatches that do not exist."""
+    """The schedule on a V whose rows `fill` writes, without microbatches that the step does not have."""
     placement = Placement("v", pp, 2 * pp)
     rows = []
     pairs: list[Pair] = []
@@ -187,16 +187,16 @@ class _Block(NamedTuple):
 
 
 def v_half(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """V-Half: at most 2 (pp // 2 + 1) chunks in flight, about half of 1F1B's, and at most half of its bubble. It holds
-    for equal F, I and W. It does not grow with the number of microbatches if 2 F <= W + 2 I and 2 I <= W + 2 F."""
+    """V-Half: at most 2 (pp // 2 + 1) chunks in flight, about half of 1F1B's, and for equal F, I and W at most half of
+    its bubble. The bubble does not grow with the number of microbatches if 2 F <= W + 2 I and 2 I <= W + 2 F."""
     gap = 3 if pp % 2 == 0 else 0
     blocks = [_Block(2 * r, 3 * pp - r - 2, 3 * pp + gap + 2 * r - 1, 6 * pp + gap - r - 2) for r in range(pp)]
     return _repeated("v_half", blocks, 2 * ((pp + 2) // 2), num_microbatches)
 
 
 def v_min(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """V-Min: at most 2 ((pp + 4) // 3) chunks in flight, about a third of 1F1B's, and two thirds of its bubble. The
-    bubble holds for equal times of F, I and W: 2 (pp - 1) of one of them, and (pp - 4) / 6 more if pp is 1 more than a
+    """V-Min: at most 2 ((pp + 4) // 3) chunks in flight, about a third of 1F1B's, and two thirds of its bubble if F, I
+    and W take equal times. The bubble is then 2 (pp - 1) such times, and (pp - 4) / 6 more if pp is 1 more than a
     multiple of 3. For different times it grows with the number of microbatches."""
     gap = 2 if pp % 3 == 0 else 0
     blocks = [_Block(r, 2 * pp - r - 1, 2 * pp + gap + r, 4 * pp + gap - r - 1) for r in range(pp)]
@@ -205,8 +205,8 @@ def v_min(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int) -> Schedule:
     """The block repeated, and squeezed: slot by slot every rank runs the runnable action that is due first. A weight
-    gradient runs if nothing else can. A rank holds at most `most` (stage, microbatch) activations, of which its first
-    stage leaves as many to its second as the block has between the second's F and I. So nothing can hang: the oldest
+    gradient runs if nothing else can. A rank holds at most `most` (stage, microbatch) activations; its first stage
+    leaves room for as many of the second as the block has between the second's F and I. So nothing can hang: the oldest
     unfinished microbatch has its inputs, and room on either stage.
     """
     placement = Placement("v", len(blocks), 2 * len(blocks))

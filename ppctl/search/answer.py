@@ -34,19 +34,20 @@ class AnswerRow(NamedTuple):
 
     planned: Planned
     shares: dict[str, float]
-    """Kind of work -> its share of a step's time, beside computing everything once."""
+    """Kind of work, other than computing everything once -> its share of a step's time."""
     alike: tuple[Configuration, ...]
-    """Other configurations that take as long and differ only in context parallelism and microbatch."""
+    """Other configurations that take as long and differ only in context parallelism and microbatch size."""
 
     @property
     def limit(self) -> str:
-        """The largest of the shares, by name."""
+        """The kind of work with the largest share; `compute` if that share is below 5%."""
         name = max(self.shares, key=self.shares.__getitem__)
         return name if self.shares[name] >= 0.05 else "compute"
 
 
 def rows(search: Search) -> list[AnswerRow]:
-    """The fastest configuration of each division of the ranks, the fastest first."""
+    """The fastest configuration of each division of the ranks (`AXES`), at most ROWS, in the order of `search.found`.
+    Divisions that differ only in cp and microbatch and take as long share a row."""
     best: dict[tuple[Any, ...], Planned] = {}
     for planned in search.found:
         best.setdefault(planned.configuration[: len(AXES)], planned)
@@ -61,7 +62,7 @@ def rows(search: Search) -> list[AnswerRow]:
 
 
 def shares(space: SearchSpace, planned: Planned) -> dict[str, float]:
-    """Kind of work -> its share of a step's time, beside computing everything once."""
+    """Kind of work, other than computing everything once -> its share of a step's time."""
     plan, timing, step = planned.plan, planned.plan.timing, planned.plan.step_time_s
     layers = [layer for stage in plan.stages for layer in stage.layers]
     exchanged, again = in_layers(space.values_of(planned.configuration).config, plan.sizes, layers)
@@ -76,7 +77,7 @@ def shares(space: SearchSpace, planned: Planned) -> dict[str, float]:
 
 
 def in_layers(config: RunConfig, sizes: ParallelSizes, layers: Sequence[Layer]) -> tuple[float, float]:
-    """(share of exchanges between ranks, share of recomputation) of the time of `layers`."""
+    """The shares of the time of `layers`: (of exchanges between ranks, of recomputation)."""
     setting = setting_of(config, sizes, config.train.micro_batch_size)
     machine, kinds = machine_for(config, setting), Counter(layer_kinds(config.model, layers))
     again = None if config.train.recompute_granularity == "full" else recomputed_modules(config.train, 0)
@@ -99,8 +100,8 @@ PRICES = {"links": _LINKS, "memory": ("memory_bandwidth",), "products": _PRODUCT
 
 
 def moved(search: Search, listed: Sequence[AnswerRow]) -> dict[tuple[str, ...], int]:
-    """Prices made a tenth slower (one of `PRICES`, or two with the third faster) -> the row that is first then; nothing
-    with measured costs."""
+    """Prices made a tenth slower (one of `PRICES`, or two, as if the third were faster) -> the number of the row that
+    is first then. Empty with measured costs, and without rows."""
     if not listed or search.tree.measured is not None:
         return {}
     firsts = {}
@@ -114,7 +115,7 @@ def moved(search: Search, listed: Sequence[AnswerRow]) -> dict[tuple[str, ...], 
 
 
 def step_seconds(space: SearchSpace, planned: Planned, slower: Sequence[str]) -> float:
-    """Seconds of a planned step with the prices `slower` a tenth slower: stages priced and the schedule run again."""
+    """Seconds of a planned step with the prices `slower` a tenth slower, by a new simulation of its schedule."""
     values, plan = space.values_of(planned.configuration), planned.plan
     device = device_of(values.config)
     rates = {rate: getattr(device, rate) / 1.1 for name in slower for rate in PRICES[name]}
@@ -135,11 +136,11 @@ class Other(NamedTuple):
     """Whether these are the seconds of a plan, and not a bound."""
     reason: str
     share: float
-    """(the largest share of the plan's step beside computing, how much); without a plan exchanges inside layers."""
+    """The largest share of the plan's step other than computing, which `reason` names; a bound's: of exchanges."""
 
 
 def others(search: Search) -> Iterator[Other]:
-    """The values next to the first configuration's on every axis, and tensor parallelism over a whole machine."""
+    """The values next to the first configuration's (there must be one) of tp, cp, pp and ep; and tp over a machine."""
     first = search.found[0].configuration
     for at, axis in enumerate(AXES[:4]):
         taken = int(first[at])
@@ -168,7 +169,7 @@ def _other(search: Search, at: int, value: int) -> Other:
 
 
 class Change(NamedTuple):
-    """A configuration that was asked about, with one change."""
+    """A configuration that was asked about, with one change or none."""
 
     words: Overrides
     step_time_s: float | None

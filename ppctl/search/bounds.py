@@ -1,9 +1,9 @@
 """The least seconds and bytes that any plan of a configuration can have, from the plan's own prices of its stages.
 
-In closed form: a rank waits for its first input, then its forwards and backwards run one after the other, and what it
-does last goes on to the first stage; it holds its state, and what its schedule has begun at its fullest moment. Closer:
-a few rounds of the schedule simulated, and the rest at the pace of the last of these. Knows how a pipeline fills. Must
-not know which configurations there are.
+The closed form: a rank waits for its first input, then runs its forwards and backwards one after the other, and its
+last result goes on to the first stage; it holds its state, and what its schedule has begun at its fullest moment. A
+closer bound simulates a few rounds of the schedule, and counts every other as the last of these. Knows how a pipeline
+fills. Must not know which configurations there are.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class StagePrices:
         self._bytes_of_kind = kind_pricer(values.config.model, self.setting)
 
     def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> StageCost:
-        """The cost of a stage."""
+        """The cost of a stage; stages with the same key `like` have the same cost."""
         if like not in self._costs:
             self._costs[like] = self._price(stage, layers, last, self.activations(layers, stage, like))
         return self._costs[like]
 
     def activations(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> StageActivations:
-        """The activations that a stage keeps of a microbatch, and the memory that lives beside them."""
+        """The activations that a stage keeps of a microbatch, and the memory that exists beside them."""
         if like not in self._alive:
             model = self.config.model
             self._alive[like] = stage_activations(model, layers, self.setting, stage, self._bytes_of_kind)
@@ -95,7 +95,7 @@ class StagePrices:
 
 
 class Division:
-    """Memory room, state, and the optimizer's step, which depend on the number of replicas."""
+    """What depends on the number of replicas: a rank's available memory, its state, and the optimizer's step."""
 
     def __init__(self, config: RunConfig, sizes: ParallelSizes) -> None:
         self.config, self.sizes = config, sizes
@@ -111,21 +111,21 @@ class Division:
         self._states: dict[Hashable, tuple[list[State], float]] = {}
 
     def state(self, cut: Cut, own: Sequence[int], sharding: str) -> State:
-        """Bytes of the state of a rank's stages, at least: Muon's optimizer state may be almost nothing."""
+        """The least bytes of the state of a rank's stages: Muon's optimizer state may be almost nothing."""
         trained = sum((cut.trained[stage] for stage in own), Counter())
         state = state_bytes(trained, self.sizes, self.precision, sharding)
         weights = state.weights + sum(cut.untrained[stage] for stage in own)
         return State(weights, state.gradients, 0 if self.config.optim.name == "muon" else state.optimizer)
 
     def certain(self, state: State, sharding: str) -> int:
-        """Bytes that exist together at some moment under any schedule: all weights, when the first microbatch runs on a
-        rank's last stage, unless weights exist layer by layer."""
+        """The bytes of `state` that exist together at some moment of any schedule. Unless weights exist layer by layer,
+        all weights are among them: when the first microbatch runs on a rank's last stage."""
         if sharding == "none":
             return state.total
         return state.optimizer + (0 if self.by_layers and sharding == "full" else state.weights)
 
     def least(self, rounds: Rounds, batch: tuple[int, int, int], sharding: str, prices: StagePrices) -> float:
-        """Bytes of the rank that holds most at its fullest moment, by what layers keep of a sample."""
+        """The least bytes at the fullest moment of the rank that holds most, by what layers keep of a sample."""
         one = prices.sample_bytes
         states, _ = self.states(rounds.cut, rounds.row.placement, sharding)
         samples = batch[0] * (batch[1] if rounds.every else 1)
@@ -183,8 +183,8 @@ def paces(
     *,
     waits: bool,
 ) -> list[Pace]:
-    """The paces of the whole pipeline and of its ranks under a policy, from the seconds of stages. Batches of messages
-    count as a rank's busy time."""
+    """The paces of the whole pipeline and of its ranks under a policy, from the seconds of stages. If a rank `waits`
+    for its batches of messages, they count as busy time."""
     back_hops = [hop if stage >= cut.frozen else 0.0 for stage, hop in enumerate(hops)]
     ahead = [0.0, *accumulate(map(sum, zip(forwards, hops, strict=True)))]
     behind = [0.0, *accumulate(map(sum, zip(backwards, back_hops, strict=True)))]
@@ -250,9 +250,9 @@ class PipelineBounds:
         return self.share.setting.micro_batch_size * sum(number * one[kind][1] for kind, number in kinds.items())
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
-        """Seconds of a schedule call from a few rounds, all others counting as the last of these: a step is the longest
-        of sums that grow evenly with rounds, so no later one adds less. 0 if it hangs, and for the policy without
-        rounds."""
+        """Seconds of a schedule call from a few rounds; all others count as the last of these. (The call takes the
+        longest of several sums that grow evenly with the rounds, so no later round adds less.) 0 if the schedule hangs,
+        and for the policy that holds all microbatches, which has no rounds."""
         costs, pp, number = simulation_costs(self.costs, self._stages(rounds)), self.cut.pp, rounds.number
         more = -(-(num_microbatches - number) // pp)
         if rounds.every and more:
@@ -271,7 +271,7 @@ class PipelineBounds:
         return [StageSpec(*spot, held, (), (), 0, 0, 0) for spot, held in zip(spots, self.cut.layers, strict=True)]
 
     def peak(self, rounds: Rounds, num_microbatches: int, sharding: str) -> float:
-        """Bytes of the rank that holds most at its fullest moment."""
+        """Bytes at the fullest moment of the rank that holds most."""
         row, every = rounds.row, num_microbatches if rounds.every else 0
         states, _ = self.division.states(self.cut, row.placement, sharding)
         ranks = self.cut.ranks[row.placement]
@@ -290,8 +290,7 @@ class PipelineBounds:
     def _held(
         self, own: tuple[int, ...], state: State, moment: FullestMoment, every: int, splits: bool, sharding: str
     ) -> float:
-        """Bytes of a rank with the stages `own`; with sharded gradients, part of the state exists only in a stage's
-        work."""
+        """Bytes of a rank with the stages `own`. Part of a sharded state exists only while a stage works."""
         division, held = self.division, float(state.optimizer)
         for number, later, stage in zip(moment.begun, moment.put_off, own, strict=True):
             held += (every or number) * self.costs[stage].activation_bytes

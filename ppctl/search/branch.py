@@ -50,7 +50,7 @@ class Planned(NamedTuple):
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The sort key: seconds in four digits, more than they are worth, then simplicity."""
+        """The sort key: seconds in four digits (more than are certain), then simplicity."""
         point = self.configuration
         simple = point.cp, point.pp, point.ep, SHARDINGS.index(point.data_parallel_sharding), point.vpp, point
         return (float(f"{self.plan.step_time_s:.4g}"), *simple)
@@ -104,7 +104,7 @@ class Tree:
         self._known: dict[Any, Any] = {}
         sharded = {} if SHARDING in space.fixed else {SHARDING: "full"}
         self._config = space.values.overridden(sharded).config
-        """The Sums with the least exchanges of gradients."""
+        """The config with the sharding that exchanges least of gradients, unless the sharding is fixed."""
         model = self._config.model
         layout = even_layout(model.num_layers, 1, model.mtp_num_layers or 0)
         self.whole = Cut(space.values, PipelineParallelLayerLayout(layout, 1))
@@ -119,11 +119,13 @@ class Tree:
         getattr(self, branch.level)(*branch.parts)
 
     def _add(self, seconds: float, size: int, level: str, *parts: Any) -> None:
+        """Add a branch. Its bound is at least that of the branch that is being divided."""
         self._made += 1
         heappush(self.heap, Branch(max(seconds, self._least), self._made, size, level, parts))
 
     def open(self, axes: Configuration) -> None:
-        """Add a division of the ranks, bounded as if its samples came in one microbatch without recomputation."""
+        """Add a division of the ranks, with the bound of one microbatch and no recomputation; or only count it, if a
+        rule forbids it or its state exceeds the memory."""
         space, counts = self.space, self.counts
         sizes = space.sizes(axes)
         if sizes is None:
@@ -146,7 +148,7 @@ class Tree:
         self._add(self._even(point, sizes), size, "of_axes", point, sizes, division, batches)
 
     def of_axes(self, point: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
-        """Add a branch for every recomputation."""
+        """Add a branch for every recomputation, unless a rule forbids the division itself."""
         space, size = self.space, self.space.count(sizes) * len(batches)
         if not space.obeys(next(space.layouts(point._replace(micro_batch_size=batches[0][0]), sizes))):
             self.counts.rules += size * len(space.recomputations)
@@ -175,7 +177,7 @@ class Tree:
                 self._add(seconds, len(alike) * each, "of_share", point, sizes, division, batch, alike)
 
     def _paces(self, point: Configuration, sizes: ParallelSizes) -> dict[tuple[int, str], list[Pace]]:
-        """Layout and schedule -> the paces of one sample, without messages and sums of gradients."""
+        """(vpp, schedule) -> the paces of one sample, without messages and sums of gradients."""
         prices, known, made = self._largest(point, sizes), {}, {}
         for vpp, name in self.space.ways(sizes.pp):
             cut, row = self._cut(sizes.pp, vpp), POLICIES[name]
@@ -192,7 +194,7 @@ class Tree:
     def of_share(
         self, point: Configuration, sizes: ParallelSizes, division: Division, batch: Batch, ways: list[Way]
     ) -> None:
-        """Add branches for layouts and schedules, with the ways to divide the optimizer's state."""
+        """Add a branch for every layout, schedule and sharding that fits the memory."""
         share = self._share(point, sizes)
         for vpp, group in groupby(ways, key=itemgetter(0)):
             pipeline = self._once(
@@ -206,7 +208,7 @@ class Tree:
                 self._add(self._step(0.0, of_one, pipeline, batch), 1, "simulated", of_one, pipeline, batch)
 
     def simulated(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
-        """One configuration, by a few rounds of its schedule: closer than the closed form."""
+        """Add one configuration again, bounded by a few rounds of its schedule: closer than the closed form."""
         key = of._replace(data_parallel_sharding=""), "simulated"
         call = self._once(key, lambda: pipeline.simulated(self.rounds(of, batch[1], STEADY), batch[1]))
         self._add(self._step(call, of, pipeline, batch), 1, "plan", of, pipeline, batch)
@@ -224,24 +226,24 @@ class Tree:
         return self._known[key]
 
     def _share(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
-        """The costs of stages, which do not depend on pp."""
+        """The costs of stages, which do not depend on pp, vpp, schedule or sharding."""
         key = point._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
         values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(point))
         made = self._once(key, lambda: StagePrices(values, sizes, point.micro_batch_size, self.measured, self.whole))
         return cast(StagePrices, made)
 
     def _largest(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
-        """The costs of stages with the largest microbatch of any division: none takes less for a sample."""
+        """The costs of stages with the largest microbatch of any division: a sample costs least with that."""
         return self._share(point._replace(micro_batch_size=self._samples), sizes)
 
     def _even(self, point: Configuration, sizes: ParallelSizes) -> float:
-        """Seconds of a step as if the model's layers were divided exactly, without what a pair may hide."""
+        """Seconds of a step if every rank had an equal part of the model, without the exchanges that pairs may hide."""
         least = self._largest(point, sizes).sample_seconds(hidden=self._hides)
         seconds = sum(number * sum(least[kind]) for kind, number in self.whole.kinds[0].items())
         return float(self.space.values["gbs"] / sizes.dp / sizes.pp * seconds)
 
     def _cut(self, pp: int, vpp: int) -> Cut:
-        """The Cut into stages with `vpp` chunks per rank, for which there is a layout."""
+        """The Cut of the layout with `vpp` chunks per rank; there must be such a layout."""
         layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
         return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, layout)))
 
@@ -260,13 +262,13 @@ class Search:
         self.space, self.tree = space, Tree(space, measured)
         self.counts, self.found = self.tree.counts, list[Planned]()
         self.over: list[Planned] = []
-        """Planned configurations that exceed the device."""
+        """Planned configurations that exceed the device's memory, the fastest first."""
         self.proved = self.compared = self.counted = False
-        """Whether the search is complete: nothing is faster by more than CLOSE, and other divisions were checked."""
+        """Whether: nothing is faster by more than CLOSE; other divisions were planned; every division was counted."""
 
     @property
     def least(self) -> float:
-        """Seconds of the fastest step that is known."""
+        """Seconds of the fastest step in `found`, which must not be empty."""
         return min(each.plan.step_time_s for each in self.found)
 
     def run(self) -> Iterator[Search]:
@@ -290,7 +292,7 @@ class Search:
         self.proved = True
 
     def _go_on(self, *, at_once: bool = False) -> None:
-        """Divide the branch of least bound, or plan it: a configuration `at_once`, or if no closer bound is left."""
+        """Divide the branch of least bound; plan it if it is one configuration without a closer bound, or `at_once`."""
         branch = heappop(self.tree.heap)
         if branch.level == "plan" or (at_once and branch.level in SINGLE):
             self._plan_one(branch)
@@ -322,7 +324,7 @@ class Search:
         self.compared = True
 
     def simpler(self) -> Iterator[Search]:
-        """Plan the listed divisions with less sharding, which bounds do not tell apart."""
+        """Plan the listed configurations with less sharding, too: bounds do not tell them apart. Yields as `run`."""
         waiting = {branch.parts[0]: branch for branch in self.tree.heap if branch.level in SINGLE}
         for point in [each.configuration for each in self.found[: 2 * ROWS]]:
             for sharding in SHARDINGS[: SHARDINGS.index(point.data_parallel_sharding)]:
@@ -333,7 +335,7 @@ class Search:
                     yield self
 
     def _plan_one(self, branch: Branch) -> None:
-        """Plan a single configuration, and keep the plan where it belongs, unless a rule forbids it."""
+        """Plan a single configuration, and keep the plan in `found` or `over`, unless a rule forbids it."""
         point = branch.parts[0]
         plan = plan_alone(self.space.values_of(point)) if self.space.obeys(point) else None
         if plan is None or not plan.timing.pipeline_s:

@@ -38,7 +38,7 @@ class Refined(NamedTuple):
 
 @dataclass
 class Refinement:
-    """Rows planned again."""
+    """Plans rows again, as far as a given amount of work goes."""
 
     space: SearchSpace
     rows: Sequence[AnswerRow]
@@ -69,13 +69,13 @@ class Refinement:
                 own = self._faster(own, none, {SWITCH: True, LAYERS: 2**power})
         for key in (SCHEDULE, "layout") if point.pp > 1 else ():
             if key not in space.fixed and not space.values.source(key).startswith(PLACE):
-                # the deferral is limited for its own schedule
+                # the limit of deferral was chosen for the present schedule
                 limited = key == SCHEDULE and space.values_of(point)[PUT_OFF] is not None
                 words = {**own.words, key: AUTO, **dict.fromkeys([PUT_OFF] * limited)}
                 own = self._faster(own, own.planned.configuration, words)
 
     def _faster(self, own: Refined, point: Configuration, words: Overrides) -> Refined:
-        """The configuration with `words` if it is faster and fits; else `own`."""
+        """The configuration with `words` if it is faster and fits, which may become `best`; else `own`."""
         plan = self._plan(own, point, words)
         if plan is None or plan.problems or not 0 < plan.step_time_s < own.planned.plan.step_time_s:
             return own
@@ -86,7 +86,7 @@ class Refinement:
         return faster
 
     def _plan(self, own: Refined, point: Configuration, words: Overrides) -> Plan | None:
-        """The plan of a configuration with `words`; None if a rule forbids it, or too little is left for it."""
+        """The plan with `words`, whose work is taken from `left`; None if a rule forbids it, or too little is left."""
         values = self.space.values_of(point).overridden(words)
         if check(values.config, values.provenance):
             return None

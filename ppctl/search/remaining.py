@@ -1,6 +1,6 @@
 """The configuration with which a run goes on after nodes are lost: fewer replicas, then another cut. Knows the order in
-which options are tried, and what none changes: the global batch, and all keys that decide what is computed. Must not
-know how nodes are lost.
+which options are tried, and what no option changes: the global batch, and all keys that decide what is computed. Must
+not know how nodes are lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Whole(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """The number of its nodes."""
+        """The number of nodes."""
         return machines(self.values["nodes"], self.values["gpus_per_node"], self.plan.sizes.world)[0]
 
     @property
@@ -46,8 +46,7 @@ class Whole(NamedTuple):
         return self.plan.sizes.world // self.nodes
 
     def on(self, nodes: int) -> ConfigValues:
-        """The config on another number of nodes, with the replicas that follow. Values typed for the whole run may
-        change."""
+        """The config on `nodes` nodes, with the replicas that follow. Values typed for the whole run may change."""
         sources = {key: "the run" if text.startswith(PLACE) else text for key, text in self.values.provenance.items()}
         words: Overrides = {"nodes": nodes, "gpus_per_node": self.per_node, "dp": None}
         return ConfigValues(self.values.config, sources).overridden(words)
@@ -68,8 +67,8 @@ class Remaining(NamedTuple):
 def remaining(whole: Whole, nodes: int) -> Remaining | None:
     """The configuration for the `nodes` that remain, with the global batch of the whole run; None if nothing fits.
 
-    The most replicas of the present cut that divide the batch and fit. If nodes are left over, or none fits, another
-    cut, which must be faster by more than plans err (`BAND`); if none fits, one that needs less memory.
+    It has the most replicas of the present cut that divide the batch and fit. If that leaves nodes over, a cut that is
+    faster by more than plans err (`BAND`) replaces it; if no number of replicas fits, any other cut that fits.
     """
     fewer, why = _fewer_replicas(whole, nodes)
     if fewer is not None and fewer.nodes == nodes:
@@ -94,8 +93,8 @@ def nothing_fits(whole: Whole, nodes: int) -> Problem:
 
 
 def _fewer_replicas(whole: Whole, nodes: int) -> tuple[Remaining | None, str]:
-    """(the present cut with the most replicas that work, why not with more); also with several calls of the present
-    number of microbatches in a step, where a schedule of more microbatches does not work."""
+    """(the present cut with the most replicas that work, why not with more). Where one schedule call of more
+    microbatches does not work, several calls of the present number may."""
     layout = {"layout": whole.plan.layout} if whole.values["layout"] == AUTO else {}
     calls = {CALL: whole.plan.num_microbatches * whole.values["mbs"]}
     replica, why = whole.plan.sizes.world // whole.plan.sizes.dp, ""
@@ -124,8 +123,7 @@ def _obstacle(values: ConfigValues) -> str:
 
 def _another_cut(whole: Whole, nodes: int, limit: float) -> Remaining | None:
     """The fastest other cut that takes less than `limit` seconds a step: with another pp, vpp and ep; if none fits,
-    with another sharding, recomputation and schedule as well. No number of nodes is assumed to do more work per node
-    than the whole run."""
+    with another sharding, recomputation and schedule as well. Assumes that fewer nodes do no more work per node."""
     measured = read_profile(whole.values, [])
     inside = (*INSIDE, *["ep"] * (measured is not None))
     searched = whole.values[SCHEDULE] == AUTO or whole.values[CSV] is not None  # made for the present cut alone

@@ -20,8 +20,8 @@ from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, 
 from ppctl.schedule.policies import POLICIES
 
 FILLED, STEADY = 3, 6
-"""Rounds of the pipeline after which every schedule has reached its peak memory, and keeps its pace or slows down.
-Checked for every policy by tests, not derived."""
+"""After FILLED rounds of the pipeline, every schedule has reached its peak memory; after STEADY rounds, it keeps its
+pace or slows down. Tests check this for every policy; it is not derived."""
 _ALL_AT_ONCE = "gpipe"
 """The policy that holds all microbatches."""
 
@@ -76,7 +76,7 @@ class Filled(NamedTuple):
 
 
 def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
-    """Microbatches of `rounds` rounds, plus the remainder of `num_microbatches` after whole rounds."""
+    """The number of microbatches in `rounds` rounds (or the policy's least); if STEADY, with the last partial round."""
     row = POLICIES[policy]
     least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
     return min(num_microbatches, num_microbatches % pp * (rounds == STEADY) + max(rounds * pp, least))
@@ -100,7 +100,8 @@ class Rounds:
 
     @cached_property
     def filled(self) -> list[Filled]:
-        """The ranks that hold most among those with alike stages: by begun microbatches, and with deferred ones."""
+        """Of ranks with alike stages, the one that holds most: by begun microbatches, and if a policy splits backwards
+        also by begun and deferred ones."""
         ranks: dict[Hashable, Filled] = {}
         for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
             for at, moment in enumerate(_fullest(row, own, self.number)):

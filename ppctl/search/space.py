@@ -1,9 +1,9 @@
 """Configurations as values, and the enumeration of all that the rules allow for a model and a number of GPUs.
 
-Typed values with which nothing is left to search are explained by the fewest that contradict each other.
-Values of the command line and of keys named to be kept stay; every value of the other keys in `SEARCHED` is tried,
-whatever a recipe says. Knows which keys are searched, and which follow from them. Must not know prices. The rules are
-the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
+Keys that are typed, or named to be kept, keep their values; of the other keys in `SEARCHED`, every value is tried,
+whatever a recipe says. If nothing is left to search, a problem names the fewest typed values that contradict each
+other. Knows which keys are searched, and which follow from them. Must not know prices. The rules are the plan's
+(`plan/sizes.py`, `plan/layout_choice.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SEARCHED = (*AXES, "vpp", SHARDING, "mbs", GRANULARITY, SCHEDULE)
 _OF_LAYERS = ("train.recompute_method", "train.recompute_num_layers")
 _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
 CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
-"""Keys that change together."""
+"""Groups of keys that change together."""
 GROUPS = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
-"""Searched key -> keys that, if any is typed, keep it from being searched."""
+"""Searched key -> keys. If one of these is typed or kept, the searched key is fixed."""
 GIVEN = "as given"
 """The config's own recomputation, where it is not searched."""
 
@@ -83,8 +83,8 @@ class SearchSpace:
 
     @cached_property
     def first(self) -> Configuration | None:
-        """A configuration that no rule on sizes or between values forbids; None if there is none. Rules between values
-        depend on whether an axis divides anything, not on how many parts."""
+        """A configuration that no rule on sizes or between values forbids; None if there is none. Such rules see
+        whether a size is above 1, not the size: of each pattern of these one configuration is tried."""
         broken = set()
         for axes in self.axes():
             sizes, point = self.sizes(axes), axes._replace(recomputation=self.recomputations[0])
@@ -106,12 +106,12 @@ class SearchSpace:
         return self.values_of(Configuration(tp, cp, pp, ep, etp, mbs, self.recomputations[0], vpp, name, sharding))
 
     def options(self, key: str, values: Sequence[int]) -> Sequence[int]:
-        """The typed value of a key, else `values`."""
+        """The config's value alone if the key is fixed (if it is null, tp's, which `etp` follows); else `values`."""
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
     def axes(self) -> list[Configuration]:
-        """Every division of the ranks with a decoder layer on each rank, as configurations of which only the axes
-        count, nearest to the config's own first (in doublings)."""
+        """Every division of the ranks with a decoder layer on each rank, as configurations whose other values mean
+        nothing. First come those with the fewest doublings between their sizes and the config's own."""
         own = [self.values[key] or self.values["tp"] for key in AXES]
         return sorted(
             self._all_axes(),
@@ -131,7 +131,7 @@ class SearchSpace:
                         yield Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
 
     def sizes(self, axes: Configuration) -> ParallelSizes | None:
-        """The sizes of all axes; None if a rule forbids it, as where they do not divide the ranks or the model."""
+        """The sizes of all axes; None if a rule forbids these, as where they do not divide the ranks or the model."""
         if not self._divides(axes.tp, axes.cp, axes.etp):
             return None
         violations: Violations = []
@@ -145,7 +145,7 @@ class SearchSpace:
         return not violations
 
     def _batches(self, dp: int) -> list[tuple[int, int, int]]:
-        """(microbatch size, microbatches of a schedule call, calls of a step) on so many replicas."""
+        """Every (microbatch size, microbatches of a schedule call, calls of a step) with `dp` replicas."""
         each = []
         for size in self.options("mbs", divisors(max(1, self.values["gbs"] // dp))):
             split = derive_batch(self.values.overridden({"mbs": size}), dp, [])
@@ -159,11 +159,11 @@ class SearchSpace:
         return (GIVEN,) if GRANULARITY in self.fixed else ("none", "modules", "full")
 
     def _chunks(self, pp: int) -> tuple[int, ...]:
-        """Numbers of chunks per rank with a layout: one for a single rank, else with a decoder layer or more per
-        stage."""
+        """The numbers of chunks per rank to try: that of a typed layout, 1 for a single rank, else those with at least
+        one decoder layer per stage; none without a layout."""
         layers = self.values["model.num_layers"]
         most = 1 if pp == 1 else max(1, layers // pp)
-        # Of equally large largest stages the fewest chunks: more only have more messages.
+        # Of the numbers with the same largest stage only the least: more chunks only add messages.
         ways = sorted({-(-layers // (pp * -(-layers // (pp * vpp)))) for vpp in range(1, most + 1)})
         if self._is_fixed("layout", ()):
             typed = self.layout(pp, None)
@@ -171,12 +171,12 @@ class SearchSpace:
         return tuple(vpp for vpp in self.options("vpp", ways) if self.layout(pp, vpp) is not None)
 
     def _layout(self, pp: int, vpp: int | None) -> PipelineParallelLayerLayout | None:
-        """The config's layout where it is typed or made for these sizes, else the even split."""
+        """The config's layout if it is typed or made for these sizes, else the even split; None if neither is sound."""
         cut = derive_cut(self.values.overridden({"pp": pp, "vpp": vpp}), [])
         return None if cut is None else cut.layout
 
     def schedules(self, pp: int, vpp: int) -> tuple[str, ...]:
-        """The policies that run `vpp` chunks; on one rank all policies are one."""
+        """The policies that run `vpp` chunks; on one rank, where all are the same, only the first."""
         if SCHEDULE in self.fixed:
             typed = POLICIES.get(schedule_policy(self.values[SCHEDULE]) or "", POLICIES[fitting_policy(vpp)])
             return (typed.name,) if typed.runs(vpp) else ()
@@ -184,7 +184,7 @@ class SearchSpace:
         return tuple(row.name for row in (rows[:1] if pp == 1 else rows))
 
     def shardings(self, sizes: ParallelSizes) -> tuple[str, ...]:
-        """The kinds of sharding to try; none without replicas."""
+        """The kinds of sharding to try; only `none` if there are no replicas."""
         if SHARDING in self.fixed:
             return (self.values[SHARDING],)
         return ("none", "optimizer_gradients", "full") if sizes.dp * sizes.cp > 1 else ("none",)
@@ -250,8 +250,8 @@ class SearchSpace:
 
     @cached_property
     def modules(self) -> list[str] | None:
-        """The modules that `modules` recomputes: the recipe's own, else attention's core and experts from their rows,
-        as the plan advises when memory is short."""
+        """The modules that `modules` recomputes: the config's own, else for a model with experts the default ones and
+        the experts, as the plan advises when memory is short."""
         own: list[str] | None = self.values[MODULES]
         if own or not self.values["model.num_moe_experts"]:
             return own
@@ -273,8 +273,8 @@ def divisors(number: int) -> list[int]:
 
 
 def contradictions(space: SearchSpace) -> list[Problem]:
-    """A problem for each smallest set of typed values that no configuration has, until some configuration has the
-    others; without typed values one about keys that are not searched."""
+    """A problem for each smallest set of typed values that no configuration has; sets are found until some
+    configuration has all other typed values. If none is to blame, one problem of keys that are not searched."""
     sets: list[list[str]] = []
     while space.freed(chain(*sets)).first is None and [] not in sets:
         kept = [key for key in SEARCHED if key in space.fixed - {*chain(*sets)}]
@@ -286,8 +286,8 @@ def contradictions(space: SearchSpace) -> list[Problem]:
 
 
 def _problem(space: SearchSpace, kept: list[str], others: set[str]) -> Problem:
-    """The problem of the values `kept`, from the least configuration with them. Remedies are another value for each,
-    while `others`, which have problems of their own, are searched."""
+    """The problem of the values `kept`, with the message of the least configuration that has them. Each remedy is
+    another value for one of them, found while `others`, which have problems of their own, are searched, too."""
     values, ways = space.values, {}
     for key in kept:
         free = space.freed({key, *others})

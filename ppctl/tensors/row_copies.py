@@ -61,7 +61,7 @@ class RowCopies(NamedTuple):
     places: Tensor
     """[n] the place of each copy in the order in which copies of one row are neighbours."""
     runs: Tensor | None
-    """Where each row's sums of runs start among these; None if sums of runs are the whole sums, or single copies."""
+    """Where each row's sums of runs start in `places`; None if sums of runs are the whole sums, or single copies."""
     times: int
     """Copies of each row."""
 

@@ -25,6 +25,6 @@ def to_whole(parts: Tensor, dim: int) -> Tensor:
 
 
 def to_ranks(whole: Tensor, ranks: int, dim: int) -> Tensor:
-    """The inverse of `to_whole`: [ranks, ...]; `dim` from 0 on."""
+    """The inverse of `to_whole`: each rank's halves [ranks, ...] of `whole`; `dim` is not negative."""
     chunks = whole.unflatten(dim, (2 * ranks, -1)).movedim(dim, 0)
     return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], dim + 1)

@@ -36,7 +36,7 @@ class NormLimit:
         """Bad steps since the last update."""
 
     def value(self, dtype: torch.dtype) -> float:
-        """The next step's limit, for norms of `dtype`, in which a device compares: rounded to it, and finite."""
+        """The next step's limit, finite and rounded to `dtype`, in which a device compares. Clears `goes_back`."""
         self.goes_back = False
         most = torch.finfo(dtype).max
         spike = self.factor * median(self.norms) if self.factor and len(self.norms) >= NEEDED else most
@@ -49,7 +49,7 @@ class NormLimit:
             self.norms.append(norm)
 
     def skip(self, step: int, norm: GradNorm, value: float, limit: float) -> Problem:
-        """The warning about a bad step whose update is left out. Raises TrainingError where the run has to stop."""
+        """The warning about a bad step; may set `goes_back`. Raises TrainingError (PP-E733) if the run has to stop."""
         self.in_a_row += 1
         named = (
             f"step {step}: the gradient norm {value:.4g} is above {limit:.4g}, train.spike_factor times the usual one"

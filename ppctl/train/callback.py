@@ -22,8 +22,8 @@ TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
 
 
 class Start(NamedTuple):
-    """Where a run begins: completed steps, position in the data, its checkpoint, skipped positions, and the saved
-    states of `train.callbacks`, as JSON by their names."""
+    """Where a run begins: completed steps, position in the data, the checkpoint that was loaded, spans of samples to
+    skip, and the saved states of `train.callbacks`, as JSON by their names."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -55,8 +55,8 @@ class StepResult:
     last: bool
     """Whether the step is the last of `train.steps`."""
     phases: tuple[float, float, float, float]
-    """The times of the step's begin, the pipeline's end, the ranks' agreement, and the step's end, on this rank's
-    clock. On a GPU the update may be enqueued by the second time, and be under way at the last."""
+    """When the step began, the pipeline ended, the ranks agreed, and the step ended, on this rank's clock. On a GPU the
+    update may be enqueued by the second time, and be under way at the last."""
     goes_back: bool = False
     """Whether the step was bad and the run goes back: then it is not the last step, and there is no stop."""
     start: Start | None = None
@@ -93,7 +93,7 @@ class Callback:
         pre_train
         for each step:  enter("training"), pre_step, enter("updating"), stop_requested, pre_update, post_update,
                         log_metrics (at log.interval), post_step, state_dict (if a checkpoint is due)
-                        (on a GPU enter("updating") follows pre_update: its device may be in the pipeline until then)
+                        (on a GPU enter("updating") follows pre_update: the GPU may be in the pipeline until then)
         post_train
         close           always, also after an error
     """
@@ -162,11 +162,11 @@ class Callbacks(Callback):
         return program
 
     def stop_requested(self) -> int:
-        """The first reason, after all were asked."""
+        """The first callback's reason that is not 0, after all were asked."""
         return next(filter(None, [one.stop_requested() for one in self.each]), 0)
 
     def close(self, error: BaseException | None) -> None:
-        """Call `close` of all callbacks, even if one raises."""
+        """Call `close` of all callbacks, the last one first, even if one raises."""
         with ExitStack() as closing:
             for one in reversed(self.each):
                 closing.callback(one.close, error)
@@ -176,7 +176,7 @@ WITHOUT_RESULT = (
     *("pre_train", "enter", "pre_step", "pre_update", "post_update", "log_metrics", "post_step"),
     "post_train",
 )
-"""The methods that return nothing, but `close`."""
+"""The methods that return nothing, except `close`."""
 
 
 def _call_all(methods: Sequence[Callable[..., None]], *arguments: object) -> None:

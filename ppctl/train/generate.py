@@ -1,6 +1,6 @@
 """Text drawn from the trained stages, through the forward-only schedule on the same ranks.
 
-There is no cache: every token is one pass over the whole window, by the same forward as in training.
+There is no cache: every token takes a forward of the whole window, the same as in training.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Generator(StagePrograms):
         return outputs
 
     def _at_position(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [words] of the last token, from logits [s, words], on every rank that shares the sequence."""
+        """The logits [n] of the last token, from logits [s, n]. A collective of the ranks that share the sequence."""
         place = self.session.model.parts.cp
         if place.size == 1:
             return logits[self.position]
@@ -113,8 +113,8 @@ def write_samples(session: Session) -> list[dict[str, str]]:
 
 
 def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompt that rank 0 of each pipeline takes from the data; none if the data were made with another tokenizer
-    than the config's. A collective."""
+    """The prompt that rank 0 of each pipeline takes from the data; none if it has a token that the config's tokenizer
+    lacks. A collective of each pipeline."""
     found = torch.zeros(1 + max(_PROMPT_LENGTH, session.config.data.seq_length), dtype=torch.int64, device="cpu")
     if session.data.training is not None:
         corpus, start = session.data.training.corpora[0], [tokenizer.eos or 0] * _PROMPT_LENGTH

@@ -1,4 +1,4 @@
-"""The global gradient norm and clipping, bitwise as torch's `clip_grad_norm_` on one process, after replicas' sums."""
+"""The global gradient norm and clipping, bitwise as torch's `clip_grad_norm_` in one process on equal gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Location(NamedTuple):
 
 
 def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[Location]:
-    """All parameters in the model's order, in which a norm is summed; shared ones once, as their owner."""
+    """All parameters in the model's order, the order in which a norm is summed; a tied one once, where its owner is."""
     locations = [
         Location(name, spec.stage, spec.pp_rank)
         for spec in stages
@@ -58,10 +58,10 @@ class GradientNorm:
     """Takes the norm over the parameters of all pp_ranks, in one `all_gather` of a flat vector.
 
     `parameters` are the parameters of the whole model, the same on every rank. `group` holds one rank per pp_rank, in
-    order (None: one rank has all the stages). All its ranks must call, also those without parameters. A shared
-    parameter counts once, as its owner: all uses hold the summed gradient. `parts` are (names, group): each rank of the
-    group has a part of the gradients of these parameters; parameters that several groups divide are in each. `dtype` is
-    the dtype of gradients, which a rank without parameters cannot see.
+    order (None: one rank has all the stages). All ranks of the group must call `measure`, also those without
+    parameters. A shared parameter counts once, with its owner: all uses hold the summed gradient. `parts` are (names,
+    group): each rank of the group has a part of the gradients of these parameters; a parameter that several groups
+    divide is in each. `dtype` is the dtype of gradients, which a rank without parameters cannot see.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def measure(self, masters: Mapping[str, nn.Parameter]) -> GradNorm:
-        """The norm of the accumulated gradients. A parameter without a gradient counts as 0."""
+        """The norm of the accumulated gradients. A parameter without a gradient counts as 0. A collective."""
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         gradients = [masters[name].grad for name in self.own_names]
         own = [zero if gradient is None else torch.linalg.vector_norm(gradient) for gradient in gradients]

@@ -24,7 +24,7 @@ TensorFunction = Callable[..., Tensor]
 
 
 def check_kernel(kernel: Kernel, use: KernelUse, *, seed: int = 0) -> dict[str, float]:
-    """`result` and the gradient of each tensor -> the largest difference, as a share of the reference's largest value.
+    """`result`, `gradient N` -> the kernel's largest difference, as a share of the reference's largest value.
 
     Numbers are drawn with `seed` on the device of `use`, with its sizes. Raises TrainingError (PP-E773) if the
     kernel does not fit the use, returns another shape or dtype, differs by more than its tolerance, or keeps or shares

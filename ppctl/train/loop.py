@@ -54,8 +54,8 @@ class Evaluator:
         return {"eval_loss": total[0] / total[1], "eval_samples": int(self.num_samples)}
 
     def losses(self, batch: StepBatch | None) -> list[float]:
-        """The losses of `batch` by microbatch, on the rank that owns the loss, computed in evaluation mode. A
-        collective of the pipeline."""
+        """The losses of `batch` by microbatch, in evaluation mode; empty on ranks without the loss. A collective of the
+        pipeline."""
         s, gathered = self.session, self.session.replica.gathered
         self._stages.begin(batch)
         for module in s.model.stages.values():
@@ -81,7 +81,7 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     callback.pre_train(TrainingRun(session, start, callback.enter))
     trainer, sizes = _trainer_from(start, session, callback)
     if trainer.on_gpu and start.step < config.train.steps:
-        # Minutes, if layers are compiled, so they do not count for a step's length.
+        # This may take minutes, if layers are compiled: it is no part of a step's time.
         callback.enter("loading kernels", start.step)
         trainer.dry_pass(start.step)
     evaluator = Evaluator(session, start.sample_order) if config.train.eval_interval else None

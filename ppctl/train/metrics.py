@@ -50,7 +50,7 @@ class TensorBoard(Callback):
 
 class WeightsAndBiases(Callback):
     """Logs every number of a record to Weights & Biases, as `log.wandb_*` say. Raises ConfigError without wandb.
-    Records go through another process: if it is not closed at the end, the last ones or all are lost."""
+    Records go through another process: unless `end` ends it, the last records, or all, are lost."""
 
     def __init__(self, directory: str, run_id: str, config: RunConfig) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Computing in a narrower dtype: autocast, and float16's loss scale. All ranks see one norm, and adjust it alike."""
+"""Computing in a narrower dtype: autocast, and float16's loss scale, which all ranks adjust alike, by one norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppctl.config.schema import OptimConfig
 from ppctl.engine.stage import StageProgram
 
 GROWTH = 2.0
-"""The factor for raising, its inverse for lowering: powers of two scale without rounding."""
+"""The factor that raises a loss scale; its inverse lowers it. Powers of two scale without rounding."""
 
 
 @dataclass(slots=True)

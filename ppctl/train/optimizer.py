@@ -23,7 +23,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 State = dict[str, dict[str, Tensor]]
-"""Canonical name -> {"step" (scalar, on the CPU), "exp_avg", "exp_avg_sq" (the parameter's shape and dtype)}."""
+"""Canonical name -> "step" (scalar, on the CPU), and in the master's shape and dtype "exp_avg" and "exp_avg_sq", or
+for Muon's matrices "momentum_buffer"."""
 
 
 class AdamW:
@@ -68,8 +69,7 @@ class AdamW:
     @torch.no_grad()
     def step(self, left_out: Tensor | None = None) -> None:
         """Update every parameter that has a gradient; the host does not wait. If `left_out`, a scalar on the device, is
-        1, parameters and moments stay; the caller that reads this must call `take_back`, since the host has counted an
-        update."""
+        1, parameters and moments stay; a caller that reads the 1 must call `take_back`, since an update was counted."""
         for names, weight_decay in self.groups:
             alike: dict[float, list[str]] = {}  # by updates made: equal unless some had no gradient in a step
             for name in names:
@@ -84,7 +84,7 @@ class AdamW:
             self.state[name]["step"] -= int(master.grad is not None)
 
     def _move(self, names: list[str], made: float, weight_decay: float, left_out: Tensor | None) -> None:
-        """Make the update that follows `made` others of these parameters."""
+        """Update these parameters, which have had `made` updates."""
         masters: list[Tensor] = [self.masters[name] for name in names]
         state = [self.state[name] for name in names]
         # torch's kernels have counts in tensors beside parameters; ours are on the host, which reads them every step.
@@ -124,7 +124,7 @@ class Muon:
 
     A matrix's state is one momentum buffer and the count of updates, as AdamW's parameters have. Matrices of one shape
     go through the iteration together, as many as fit into a bucket. On a GPU the host does not wait: a chain of kernels
-    runs on the current stream, and none can be left out.
+    runs on the current stream, and none of them can be left out.
     """
 
     skips_on_device = False
@@ -193,7 +193,7 @@ class Muon:
 
 
 def orthogonalised(x: Tensor, steps: int) -> Tensor:
-    """Matrices [number, rows, columns] in bfloat16 with singular values moved to about 1; overwrites x.
+    """The matrices x [number, rows, columns] (bfloat16) with singular values moved to about 1; may overwrite x.
 
     On a GPU all go through the iteration together. On the CPU each goes through torch's own, in separate memory: there
     batched products, or products of matrices with another alignment, round differently.
@@ -206,8 +206,8 @@ def orthogonalised(x: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Orthogonalise all matrices together, in as many kernels as one needs: torch's iteration, with Jordan's quintic
-    polynomial (https://kellerjordan.github.io/posts/muon/)."""
+    """Orthogonalise all matrices together, in as many kernels as one matrix needs: torch's iteration, with Jordan's
+    quintic polynomial (https://kellerjordan.github.io/posts/muon/). Overwrites x."""
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[1] > x.shape[2]
     if tall:

@@ -38,8 +38,8 @@ class OwnCallback(Callback):
             traceback.print_exc()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method; returns its result. Raises TrainingError for its error, and if metrics.jsonl cannot hold the
-        record or JSON the state."""
+        """Call a method; returns its result. Raises TrainingError if the method raises, if metrics.jsonl cannot hold
+        the record, or if JSON cannot hold the state."""
         try:
             result = getattr(self._callback, method)(*arguments)
             for key, value in arguments[0].items() if method == "log_metrics" else ():

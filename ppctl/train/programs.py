@@ -46,7 +46,7 @@ class StagePrograms:
         self.losses: dict[int, Tensor] = {}
         """For each microbatch of the step, its share of the step's loss; on the rank that owns the loss."""
         self.samples: Tensor | None = None
-        """[m, b] int64: the keys of this rank's samples in the step, if the model draws from them."""
+        """[m, b] int64: the keys of this rank's samples in the step, if the model has dropout."""
         self.mtp_losses: dict[int, Tensor] = {}
         """For each microbatch, the mean of its MTP modules' shares of the step's losses."""
         self.mtp_weight = session.config.model.mtp_loss_scaling_factor
@@ -55,7 +55,7 @@ class StagePrograms:
         """For each microbatch, the loss that the model itself adds."""
         split = session.groups.split
         self.words = None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
-        """The words whose logits the rank has, if tensor-parallel ranks divide them."""
+        """The part of the vocabulary whose logits the rank has, if tensor-parallel ranks divide it."""
         size, length = session.plan.sizes.cp, session.config.data.seq_length
         self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
         """The tokens of every sequence whose losses this rank computes; None: all."""
@@ -63,7 +63,7 @@ class StagePrograms:
         spared = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
         flags = checkpoint_flags(row, spared, forwards_in_flight(row))
         self.keeping = {(action.stage, action.mb) for action, recomputed in flags.items() if not recomputed}
-        """The (stage, microbatch) whose activations are kept although layers are recomputed."""
+        """(stage, microbatch) of the forwards whose activations are kept, although layers are recomputed otherwise."""
         self.first = next(action.stage for action in row if action.op is Op.F)
         """The stage that the rank's list begins with."""
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
@@ -78,7 +78,7 @@ class StagePrograms:
 
     def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
         """Clear the losses of the previous step, and take the samples of this step (`step` None: outside training).
-        Gathered weights start to be gathered, beside the wait for the first message."""
+        Start gathering the first stage's weights, if they are gathered, beside the wait for the first message."""
         if (gathered := self.session.replica.gathered) is not None:
             gathered.begin(self.first)
         self.samples = None if step is None else sample_keys(self.session, step)
@@ -154,7 +154,7 @@ class StagePrograms:
 
     def _closed(self, mb: int, outputs: Message, *, adds: bool) -> Message:
         """The objective in place of the last stage's outputs: the loss, plus the microbatch's share of the loss that
-        the model itself `adds`, which is recorded."""
+        the model itself `adds`. Records both."""
         if not (adds and torch.is_grad_enabled()):
             return (self._loss(mb, *outputs),)
         *logits, added = outputs
@@ -170,12 +170,12 @@ class StagePrograms:
 
 
 def auxiliary_weight(session: Session) -> float:
-    """The factor of a microbatch's auxiliary loss in the objective, which has their mean; else the schedule scales."""
+    """The factor of a microbatch's auxiliary loss in the objective, which has the mean; 1 if the schedule scales."""
     return 1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all
 
 
 def sample_keys(session: Session, step: int) -> Tensor | None:
-    """[m, b] int64 on the device: this rank's samples' keys, by place in the global batch; None without dropout."""
+    """The keys [m, b] (int64, on the device) of this rank's samples in the global batch; None without dropout."""
     model, train, foreign = session.config.model, session.config.train, foreign_of(session.config.model)
     adapters = None if foreign is None else foreign.adapters
     if not (model.hidden_dropout or model.attention_dropout or (adapters and adapters.dropout)):
@@ -220,8 +220,8 @@ class RouterBalance:
 
     @torch.no_grad()
     def move_biases(self, left_out: Tensor | None = None) -> None:
-        """Raise the bias of experts with fewer tokens than the mean of the step, and lower that of experts with more,
-        by one rate. A collective of all ranks. If `left_out` (a scalar on the device) is 1, biases stay."""
+        """Raise the biases of experts with fewer tokens than the step's mean, and lower the biases of experts with
+        more, by one rate. A collective of all ranks. If `left_out` (a scalar on the device) is 1, biases stay."""
         if not (self.rate and self.routers):
             return
         counts = torch.stack([router.counts_of_step() for router in self.routers])

@@ -69,7 +69,7 @@ def build_model(
     device: torch.device,
     parts: ModelParts,
 ) -> RankModel:
-    """Build a rank's stages (`specs`), with its part `own` of their parameters."""
+    """Build a rank's stages (`specs`), with its part `own` of their parameters. Sets torch's deterministic mode."""
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
         # Only if needed: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
@@ -92,8 +92,8 @@ def _build_stages(
     groups: AxisGroups,
     parts: ModelParts,
 ) -> dict[int, StageModel]:
-    """Build the stages, then change each in place: its exchanges over `groups`, kernels that are not ppctl's, and last
-    compilation, which captures the forwards replaced before."""
+    """Build the stages, then give each its exchanges over `groups` and kernels that are not ppctl's, and compile it
+    last: what is compiled are the forwards replaced before."""
     given: dict[str, Any] = dict(
         seed=config.train.seed,
         dtype=getattr(torch, weight_dtype(config.parallel)),

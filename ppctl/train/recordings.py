@@ -62,8 +62,8 @@ class _WritesFiles(Callback):
 
 
 class KeptGradients(_WritesFiles):
-    """Writes every rank's gradients of the steps of `log.gradients`, and fingerprints of messages, below `directory`,
-    in the files of `checkpoint/step_parity.py`."""
+    """Writes every rank's gradients in the steps of `log.gradients`, and fingerprints of these steps' messages, below
+    `directory`, as files of `checkpoint/step_parity.py`."""
 
     def __init__(self, session: Session, directory: Path) -> None:
         self.session, self.directory = session, directory
@@ -154,7 +154,7 @@ class TorchProfile(_WritesFiles):
         self.steps = _steps(session.config.log.torch_profile)
         self._profiled = ExitStack()
         if self.steps and self.rank == 0 and self.device.type != "cuda":
-            say("note: log.torch_profile: memory snapshots are of GPUs; on the CPU there are traces alone")
+            say("note: log.torch_profile: memory snapshots are of GPUs; on the CPU there are only traces")
 
     def pre_step(self, step: int) -> None:
         """Begin to record, if the step is profiled."""

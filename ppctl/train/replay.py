@@ -1,7 +1,7 @@
 """Computes one microbatch of a stage twice in every `train.replay`-th step, and compares the results bit for bit.
 
-The microbatch is that of the stage's first backward in the step: its gradients are alone in their sums. A rank's stages
-take turns.
+The microbatch is that of the stage's first backward in the step: then the sums have no other gradients. A rank's stages
+take turns, step by step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ppctl.weight_gradients.wide_sums import WideSum
 
 
 class ReplayCheck(Callback):
-    """Replays on all ranks, each its own stage; raises TrainingError (PP-E737) on all ranks before the update."""
+    """Replays one of its stages on each rank; raises TrainingError (PP-E737) on all ranks before the update."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.every = session, session.config.train.replay
@@ -91,8 +91,8 @@ class ReplayCheck(Callback):
         return replace(program, prepare=prepare, forward=forward, around_backward=around_backward, whole=whole)
 
     def _again(self, program: StageProgram, mb: int) -> None:
-        """Compute the microbatch behind its backward a second time, and compare. Its gradients go to separate sums, and
-        the routers' notes of it are discarded."""
+        """Compute the microbatch a second time after its backward, and compare the results. The second gradients go to
+        separate sums, and what routers record of the second time is discarded."""
         stage, weights = self.session.model.stages[program.stage], self.session.replica.weights
         sums = {name: weights.sum_of(name) for name in weights.narrow() if name in stage.canonical_parameters()}
         for name, p in stage.canonical_parameters().items():
@@ -127,7 +127,7 @@ class ReplayCheck(Callback):
                 self.unequal.append((what, torch.stack([(a != b).any() for a, b in pieces]).any()))
 
     def pre_update(self, step: int) -> None:
-        """Wait for the results of the step, if any. A collective over the world."""
+        """Wait for the comparisons of the step, if any. A collective over the world; raises TrainingError (PP-E737)."""
         if not self.every or step % self.every:
             return
         flags = torch.stack([flag for _, flag in self.unequal]).tolist() if self.unequal else []

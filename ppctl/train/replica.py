@@ -39,7 +39,7 @@ class Replica:
     reducer: GradientReducer | GradientScatter
     """Sums gradients over the replicas."""
     partial_gradients: Sequence[nn.Parameter]
-    """Masters that are whole on each rank, but of whose gradients every tensor-parallel rank has a part."""
+    """Masters that are whole on each rank, but whose gradients must be summed over tensor-parallel ranks."""
     tp_group: ProcessGroup | None
     ties: TiedGradients
     norm: GradientNorm
@@ -58,8 +58,8 @@ class Replica:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def sum_gradients(self) -> None:
-        """Complete the gradients after the pipeline: sums over replicas, tensor-parallel ranks and tied uses; unscaled.
-        A collective of these ranks."""
+        """Complete the gradients after the pipeline: sum them over replicas, tensor-parallel ranks and tied uses, and
+        unscale them. A collective of these ranks."""
         self.reducer.finish()
         if self.partial_gradients:
             assert self.tp_group is not None  # set if ranks have parts
@@ -122,8 +122,8 @@ def norm_groups(
 def _copies(
     rows: Mapping[str, Parameter], groups: Mapping[str, ProcessGroup]
 ) -> tuple[ProcessGroup, ProcessGroup, set[str]]:
-    """(the ranks with copies of a parameter, those with copies of experts, the names of experts' parameters if their
-    copies are on other ranks)."""
+    """(the group with copies of a parameter, the group with copies of an expert, the names of experts' parameters if
+    the two groups differ)."""
     dp_group = groups.get("cp-dp", groups["dp"])
     spread = {name for name, row in rows.items() if row.experts} if "edp" in groups else set()
     return dp_group, groups.get("edp", dp_group), spread
@@ -136,8 +136,8 @@ def weights_and_sums(
     rows: Mapping[str, Parameter],
     groups: Mapping[str, ProcessGroup],
 ) -> tuple[Weights, GradientReducer | GradientScatter]:
-    """This rank's parameters, and the object that sums their gradients, whole or in parts: over dp and cp, experts'
-    over the ranks with the same experts."""
+    """This rank's parameters, whole or in parts, and the object that sums their gradients: over dp and cp, those of
+    experts over the ranks with the same experts."""
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}

@@ -1,7 +1,7 @@
-"""A debug switch: whether all copies of a parameter, on any ranks, still have the same bits.
+"""Checks, for debugging, whether all copies of a parameter on all ranks still have the same bits.
 
 A part that several ranks hold is equal on all of them by construction: along dp and cp, along tp and etp if the table
-does not split the parameter, and in all uses of a tied one. If not, a sum is missing, or a device computed wrongly.
+does not split the parameter, and in all uses of a tied one. If it is not, a sum is missing, or a device computed wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Bits = tuple[int, str, int, int]
 
 
 class ReplicaCheck(Callback):
-    """Compares copies every `train.check_replicas` steps: a pass over the weights, and one gather of a few numbers."""
+    """Compares copies every `train.check_replicas` steps: reads the weights once, and gathers a few numbers once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -53,8 +53,8 @@ class ReplicaCheck(Callback):
             result.record["replicas_compared"] = self.compare(result.step)
 
     def compare(self, step: int) -> int:
-        """How many parts of parameters have copies. A collective over the world. Raises TrainingError (PP-E734), alike
-        on all ranks, if copies differ: it names the first parameter in the model's order, and its ranks."""
+        """Compare all copies; returns how many parts of parameters have copies. A collective over the world. Raises
+        TrainingError (PP-E734) on all ranks if copies differ; it names the first such parameter, and its ranks."""
         bits = self._bits()  # before the exchange, so that a fault of this rank's device is its own
         compared, problem = AgreeingRanks(None).agree(
             "compare copies of parameters",
@@ -69,7 +69,7 @@ class ReplicaCheck(Callback):
 
     @torch.no_grad()
     def _bits(self) -> list[_Bits]:
-        """The sums of all that this rank holds, in canonical order within a stage."""
+        """The sums of the bits of all that this rank holds, in canonical order within a stage."""
         weights = self.session.replica.weights
         if isinstance(weights, ShardedWeights) and not isinstance(weights, GatheredWeights):
             for stage in weights.stages:

@@ -59,16 +59,16 @@ class RankReport:
     """Seconds in F, B, I and W."""
     memory_bytes: float = 0.0
     alloc_retries: float = 0.0
-    """The number since the previous report, as `driver_allocations`."""
+    """How often the allocator freed memory since the previous report; `driver_allocations` are counted so, too."""
     driver_allocations: float = 0.0
     unused_bytes: float = 0.0
     """Bytes that the GPU's allocator holds and no tensor uses."""
     mtp_loss: float = 0.0
     """This rank's share of the mean over the MTP modules' losses."""
     stage_seconds: list[float] = field(default_factory=list)
-    """Busy seconds of each of this rank's stages, in chunk order; as many on every rank."""
+    """Busy seconds of each of this rank's stages, in chunk order; equally many on every rank."""
     auxiliary: list[float] = field(default_factory=list)
-    """Auxiliary losses of each of this rank's routers, summed over its microbatches; as long on every rank."""
+    """Auxiliary losses of each of this rank's routers, summed over microbatches; equally many on every rank."""
 
     def pack(self) -> list[float]:
         """The report as one row: float64 is exact for whole numbers below 2^53."""
@@ -86,14 +86,14 @@ class Reports:
     table: Numbers
     """[ranks, numbers]"""
     stages: int
-    """The number of a row's numbers that are seconds of stages."""
+    """How many numbers of a row are seconds of stages."""
 
     def column(self, name: str) -> Numbers:
         """One field of all ranks (not the two lists)."""
         return self.table[:, _COLUMNS[name]]
 
     def total(self, name: str) -> float:
-        """The sum of one field over all ranks, added up in rank order: its bits depend on the order."""
+        """The sum of one field over all ranks, added up in rank order, on which its bits depend."""
         values: list[float] = self.column(name).tolist()
         return sum(values)
 
@@ -109,7 +109,7 @@ class Reports:
 
 
 def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGroup]) -> Reports:
-    """Every rank's report. A collective: all ranks of the world call it once a step, with their groups."""
+    """Every rank's report. A collective: all ranks of the world call it once a step, each with its groups."""
     return Reports(gather_rows(own.pack(), rank, groups).numpy(), len(own.stage_seconds))
 
 
@@ -174,7 +174,7 @@ class StepFigures:
         """The allocator's figures at the last report."""
 
     def start_reading(self, programs: StagePrograms, balance: RouterBalance, norm: Tensor) -> HostNumbers:
-        """Start copying the step's numbers to the host: the norm, the losses of `report`, and each router's."""
+        """Start copying the step's numbers to the host: the norm, the losses for `report`, and each router's losses."""
         reports = self.session.own.tp_rank == 0  # other tensor-parallel ranks have the same losses
         whole = reports and programs.losses and self.session.own.cp_rank == 0  # the batch has whole sequences
         listed = [programs.losses if reports else {}, programs.mtp_losses if reports else {}, programs.added]
@@ -256,7 +256,7 @@ def _in_order(losses: Mapping[int, Tensor], like: Tensor) -> Tensor:
 
 
 def retries_problem(reports: Reports, step: int) -> Problem | None:
-    """The problem of a step in which some rank's allocator freed memory."""
+    """The problem (PP-E822) of a step in which some rank's allocator freed memory; None if none did."""
     retries = reports.column("alloc_retries")
     if not retries.any():
         return None

@@ -40,7 +40,7 @@ from ppctl.train.snapshot import (
 Candidates = Callable[[], list[FoundCheckpoint]]
 """A function that returns the checkpoints to try, in order; called on rank 0."""
 MOST_TO_ONE = 5
-"""The most steps back to one checkpoint."""
+"""How often a run may go back to one checkpoint."""
 SETTLE = 5.0
 """Seconds for which a failing rank waits for a save under way, which delays the failure's report."""
 
@@ -91,7 +91,7 @@ class Saves(Callback):
         self.local = LocalCopies(copies, parts, AgreeingRanks(self._group), replicas=config.local_replicas)
 
     def _make_room(self) -> HostMemory:
-        """Make or map the memory for the copies, whose contents stay. A collective; raises as the constructor."""
+        """Make or map the memory for the copies, whose contents stay. A collective; raises as the constructor does."""
 
         def make() -> None:
             self._background = BackgroundSaver(
@@ -118,7 +118,7 @@ class Saves(Callback):
         return self._as_rank_0(start or Start())
 
     def _as_rank_0(self, start: Start) -> Start:
-        """`start` with rank 0's states of callbacks, and all samples that run and checkpoint skip."""
+        """`start` with rank 0's states of callbacks, and all samples that run and checkpoint skip. A collective."""
         places = {self._directory} | ({start.checkpoint.parent} if start.checkpoint else set())
         noted, states = AgreeingRanks(None).agree(
             "read which samples it passes by",
@@ -133,9 +133,9 @@ class Saves(Callback):
     ) -> Start | None:
         """Load the copies that an earlier start of this run has left in memory, if all ranks have copies of one step
         and start that are newer than the checkpoint to go on from; else call `from_disk`. Rank 0 reports the choice and
-        its reason. A start from another checkpoint than the directory's newest always uses that. Useless copies are
-        deleted, and room is made, once the start is sure to go on: a checkpoint that does not fit, another optimizer or
-        other data raise before.
+        its reason. A start that names another checkpoint than the directory's newest uses the one it names. Useless
+        copies are deleted, and room is made, once the start is sure to go on: a checkpoint that does not fit, another
+        optimizer or other data raise before.
         """
         choice = AgreeingRanks(None).agree(
             "choose between memory and disk",
@@ -296,9 +296,9 @@ def _as_training_error() -> Iterator[None]:
 
 def _before(directory: Path, bad: int, least: int) -> list[FoundCheckpoint]:
     """On rank 0: this run's checkpoints at least `least` steps before the step `bad`, newest first. Raises
-    CheckpointError (PP-E736) if there is none."""
+    CheckpointError (PP-E736) if there is none, or the run has gone back to the first of them MOST_TO_ONE times."""
     found = [each for each in checkpoint_folder.candidates(AUTO, directory) if step_of(each.path) <= bad - least]
-    why = f"no checkpoint is {least:,} steps before it"
+    why = f"no checkpoint is {least:,} or more steps before it"
     if found:
         before = sum(each.step == step_of(found[0].path) for each in steps_back(directory))
         if before < MOST_TO_ONE:

@@ -1,4 +1,4 @@
-"""One rank of a run: its parts, made in this order (making groups is collective)."""
+"""One rank of a run, and how its parts are made: in one order on all ranks, because making groups is collective."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from ppctl.train.rank_model import ModelParts, RankModel, build_model
 from ppctl.train.replica import Replica, make_replica
 
 KEPT = 16
-"""Steps whose totals are kept for profile.json, so that a disturbed step or the slow first does not set the price."""
+"""Steps whose totals are kept for profile.json: so neither a disturbed step nor the slow first one sets the price."""
 
 
 def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:
-    """The pipeline's communicator, on a separate group if messages have another backend."""
+    """Make the pipeline's communicator, on a separate group if messages have another backend. A collective."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(RankGrid(plan.sizes).groups("pp"), backend=backend)
     modes, transport = Modes.of(config.parallel), "plain" if is_plain(config) else "channels"
@@ -54,9 +54,9 @@ class SessionParts(ModelParts):
     connect: Callable[[RunConfig, Plan, ProcessGroup, torch.device], Communicator] = connect_pipeline
     """Makes the pipeline's communicator; called if the pipeline has several ranks."""
     load_data: Callable[[DataConfig], Data | None] = load_data
-    """Opens the training data; called on ranks that read data. None: the caller passes the batches."""
+    """Opens the training data; called on ranks that read data. Returns None if the caller passes the batches."""
     clock_offset: Callable[[], float] = clock_offset
-    """Seconds from this rank's clock to the job's."""
+    """Returns the seconds to add to this rank's clock to get the job's."""
     make_recorder: Callable[..., Recorder] = make_recorder
 
 
@@ -101,13 +101,13 @@ class RankPipeline:
         return self._engine is not None and isinstance(self._engine.pace, DevicePace)
 
     def leave(self) -> None:
-        """The host is through the step's schedule calls, and goes on to enqueue other work. Raises EngineError."""
+        """Call it after the step's last schedule call, before other work is enqueued. Raises EngineError."""
         assert self._engine is not None  # a step has a schedule call
         self._engine.leave()
 
     def settle(self) -> float:
-        """Wait until the device has finished the step's schedule calls, and not for what was enqueued since `leave`;
-        returns the time at which it had, by `perf_counter`. Raises EngineError if one has failed."""
+        """Wait until the device has finished the step's schedule calls, but not for what was enqueued since `leave`;
+        returns when the calls were finished, by `perf_counter`. Raises EngineError if one has failed."""
         assert self._engine is not None  # a step has a schedule call
         engine, self._engine = self._engine, None
         engine.settle()
@@ -141,7 +141,7 @@ class Session:
         return self.plan.gradient_accumulation_steps * self.plan.num_microbatches * self.plan.sizes.dp
 
     def of_batch(self, size: int) -> Session:
-        """The session with the same tensors, groups and messages for steps of `size` samples, while the batch grows."""
+        """A session for steps of `size` samples, while the batch grows; it shares this one's tensors and groups."""
         if size == self.config.train.global_batch_size:
             return self
         plan = self.plan.of_batch(size)

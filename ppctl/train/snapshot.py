@@ -35,8 +35,8 @@ from ppctl.train.session import Session
 
 def session_shards(session: Session) -> list[Shard]:
     """This rank's boxes of `model.<name>` (master) and `optim.<name>.<key>`, with all uses of a shared parameter. A
-    stack of experts gives a tensor per expert, but one count of optimizer steps. A master that is a run of its
-    parameter read flat gives several boxes. All are views of trained tensors.
+    stack of experts gives a tensor per expert, but one count of optimizer steps. A master that is only a run of the
+    flat parameter gives several boxes. All are views of trained tensors.
     """
     shards: list[Shard] = []
     for name, master in session.replica.weights.master.items():
@@ -109,7 +109,7 @@ def state_of(
     session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER, passed: Spans = ()
 ) -> dict[str, Any]:
     """The state saved beside the tensors after `step` completed steps. `consumed_samples` is the position in the data,
-    `sample_order` the version of the rule for the next samples; spans of `passed` ahead are skipped."""
+    `sample_order` the version of the rule for the next samples. `passed` are spans to skip; those ahead are saved."""
     return {
         "step": step,
         "consumed_samples": consumed_samples,
@@ -133,12 +133,12 @@ def state_of(
 
 
 def start_from(session: Session, path: Path) -> None:
-    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of the weights from the
+    """Load the weights at `path` (a model directory, or any checkpoint of the model) in place of the weights from the
     seed.
 
     Values are cast to the masters' dtype; the optimizer's state stays. If a directory of transformers has no weights,
-    the weights from the seed stay. Raises CheckpointError as the sources do; the launcher has checked before that they
-    fit the model.
+    the weights from the seed stay. Raises CheckpointError if the weights cannot be read or do not fit the model, which
+    the launcher has checked before.
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
@@ -177,7 +177,7 @@ def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard])
 
 
 def start_of(state: Mapping[str, Any], path: Path | None) -> Start:
-    """The Start of a run that goes on with this state, of its checkpoint at `path`."""
+    """The Start of a run that goes on with this state; `path` is the run's checkpoint, if there is one."""
     passed = tuple((first, end) for first, end in state.get("passed", ()))
     saved = state.get("callbacks", {})
     return Start(state["step"], state["consumed_samples"], state["sample_order"], path, passed, saved)
@@ -215,8 +215,8 @@ _DAMAGE = ("PP-E501", "PP-E503")
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """Fill the session from a checkpoint of any cut; returns its state. A collective over the world.
 
-    The state's `sample_order` is 1 if the checkpoint is older than this entry. Raises CheckpointError if the data or
-    the order of samples differ from the checkpoint's: its position would mean nothing.
+    The state's `sample_order` is 1 if the checkpoint is older than this entry. Raises CheckpointError for another model
+    or optimizer, and for other data or another order of samples, in which the checkpoint's position means nothing.
     """
     saved_by = run_state(path)
     if saved_by.get("weights_only"):
@@ -233,10 +233,10 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
 
 
 def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None:
-    """Raise CheckpointError if another optimizer's state was saved; without an entry it is AdamW's."""
+    """Raise CheckpointError (PP-E774) if another optimizer's state was saved; a state without a name is AdamW's."""
     saved, own = state.get("optimizer", "adamw"), session.config.optim.name
     if saved != own:
-        message = f"the checkpoint has the state of optim.name={saved}, and the run has optim.name={own}"
+        message = f"the checkpoint has the state of optim.name={saved}, but the run has optim.name={own}"
         remedy = f"{pasted(f'optim.name={saved}')}\n{pasted(f'model.from={path}')}"
         raise CheckpointError(Problem("PP-E774", message, remedy, place=str(path)))
 

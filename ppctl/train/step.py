@@ -36,8 +36,8 @@ from ppctl.train.stragglers import Stragglers
 
 
 class Trainer:
-    """Runs steps on a session, and calls `callback` in each. `sizes` gives the number of samples of each step, from the
-    first step of this process on."""
+    """Runs steps on a session, and calls `callback` in each. `sizes` gives the number of samples of each step that this
+    process runs."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Trainer:
         self._take(session)
 
     def _take(self, session: Session) -> None:
-        """Run steps of this session's batch from now on: tensors stay, what counts microbatches is made anew."""
+        """Run steps of this session's batch size from now on: tensors stay, what counts microbatches is made anew."""
         self.session = session
-        """The size of the present step's batch."""
+        """The session for the size of the present step's batch."""
         self.stages = StagePrograms(session)
         watch, microbatches = self.callback.stage_program, session.plan.num_microbatches
         firsts = [call * microbatches for call in range(session.plan.gradient_accumulation_steps)]
@@ -140,9 +140,9 @@ class Trainer:
         return bad
 
     def _enqueue_end(self, step: int) -> tuple[GradNorm, float, HostNumbers, Tensor | None, float, int]:
-        """Enqueue the work after the pipeline, without waiting for the device; returns (the norm, its largest good
-        value, the step's numbers on their way, a scalar that is 1 if the device leaves out the enqueued update or None,
-        learning rate, reason to stop)."""
+        """Enqueue the work after the pipeline, without waiting for the device; returns (the norm, the largest good one,
+        the step's numbers on their way, a scalar that is 1 if the device leaves out the enqueued update (None: no
+        update is enqueued), the learning rate, the reason to stop)."""
         s, replica = self.session, self.session.replica
         if not s.pipeline.ahead:
             self.callback.enter("updating", step)
@@ -204,7 +204,7 @@ class Trainer:
             self.figures.allocator = AllocatorFigures.of(s.device)  # from here on, of steps alone
 
     def _reserve(self) -> None:
-        """Reserve from the driver the plan's peak, messages that are held longer, and experts' rows once more."""
+        """Reserve the plan's peak, messages that are held longer, and experts' rows once more; may warn (PP-E823)."""
         s = self.session
         own = s.plan.pp_ranks[s.own.pp_rank]
         varying = HELD * max(MessageSpec.of(e).nbytes for spec in s.own.stages for e in (spec.receives, spec.sends))
@@ -219,7 +219,7 @@ class Trainer:
             print(f"warning: {Problem('PP-E823', message, f'launch.device_memory={has}GiB')}", file=sys.stderr)
 
     def _begin(self, step: int) -> None:
-        """Clear the previous step, and fetch the samples of this one."""
+        """Clear what the previous step has left, and fetch this step's samples."""
         replica = self.session.replica
         replica.weights.clear_gradients()
         self.balance.begin(replica.scale)

@@ -1,7 +1,7 @@
 """Finds ranks that compute slower than others with the same stages, by the seconds that every step reports.
 
 Ranks that wait for each other inside a forward (tensor parallelism, exchanges of experts' rows) are slow together: the
-warning has the first of them.
+warning names only the slowest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ per cent, since the noise's median over the window is smaller."""
 
 
 class Stragglers:
-    """The last steps' seconds of all ranks, beside those of their peers. `stages` [ranks, chunks] are their stages."""
+    """Compares ranks' seconds in the last steps with their peers'. `stages` [ranks, chunks] are the ranks' stages."""
 
     def __init__(self, plan: Plan, stages: npt.NDArray[np.int64]) -> None:
         self.plan, self.stages = plan, stages
@@ -35,8 +35,8 @@ class Stragglers:
         self.steps, self.named = 0, frozenset[int]()
 
     def note(self, step: int, seconds: npt.NDArray[np.float64]) -> Problem | None:
-        """Take a step's busy seconds of stages [ranks, chunks], 0 where a step has none. Returns a warning if other
-        ranks are slow now than before, else None."""
+        """Take a step's busy seconds of stages [ranks, chunks]; one with a rank of 0 seconds is ignored. Returns a
+        warning if ranks have become slow, else None."""
         busy = seconds.sum(1)[self.peers]
         if self.peers.shape[1] < 2 or not busy.all():
             return None
@@ -62,13 +62,13 @@ class Stragglers:
         others = f" (and {number - 1} more ranks are slow)" if number > 1 else ""
         message = (
             f"step {step}: rank {rank} ({named}) computed {ratio - 1:.0%} slower than usual with its stages in "
-            f"the last {WINDOW} steps{others}; a schedule call is {now / without - 1:.1%} longer by it"
+            f"the last {WINDOW} steps{others}; this makes a schedule call {now / without - 1:.1%} longer"
         )
         return Problem("PP-E825", message, "nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE   # on its host")
 
     def _simulated(self, seconds: Sequence[float], slow: Sequence[int], factor: float) -> float:
-        """Seconds of a schedule call whose stages take `seconds`, the slow ones `factor` times as long; a third of a
-        microbatch's is its forward."""
+        """The seconds of a schedule call if stages take `seconds`, and the slow ones `factor` times as long. A third of
+        a stage's seconds are its forwards."""
         by_stage = [each * (factor if stage in slow else 1.0) / 3 for stage, each in enumerate(seconds)]
         per_call = max(1, self.plan.num_microbatches)
         costs = Costs([each / per_call for each in by_stage], [2 * each / per_call for each in by_stage])

@@ -1,12 +1,12 @@
 """The weights of one rank, as the model computes with them and as the optimizer steps them (decisions 11, 21 and 67).
 
-Weights are keyed by canonical name. In float32 and float64 both are the same objects and nothing is done twice;
-otherwise masters are float32, and the master's `.grad` is the accumulator (Megatron's main_grad). Replication, ties,
-norm, clipping, optimizers and checkpoints read masters only.
+Weights are keyed by canonical name. The optimizer steps masters. In float32 and float64 these are the weights
+themselves; otherwise masters are float32, and a master's `.grad` is the accumulator (Megatron's main_grad).
+Replication, ties, norm, clipping, optimizers and checkpoints read masters only.
 
 If data-parallel ranks shard the optimizer's state (`ShardedWeights`), gradients add up whole, in the masters' dtype,
 until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments
-exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole, or
+exist only in parts: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole, or
 (`GatheredWeights`) whole only while a stage computes; they are gathered for a stage's first forward of a step.
 """
 
@@ -187,7 +187,7 @@ class ShardedWeights(Weights):
         return start_gather(parts, dtype, group)
 
     def start_sums(self, names: Sequence[str], gradients: Iterable[Tensor]) -> Sums:
-        """Start summing the gradients of one of `buckets`, which are asked for one by one, into the ranks' parts."""
+        """Start summing the gradients of one of `buckets`, which are asked for one by one; each rank gets its part."""
         masters, group = [self.master[name] for name in names], self.group_of(names[0])
         device, dtype = masters[0].device, masters[0].dtype
         if names[0] in self.owned:
@@ -212,7 +212,7 @@ class ShardedWeights(Weights):
             yield from buckets(shared, lambda name: self.model[name].numel(), self.group_of, BUCKET_ELEMENTS)
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part, a copy."""
+        """A copy of this rank's part of the parameter `whole`."""
         if name not in self.owned:
             return part_of(whole, self.group_of(name))
         run = own_run(self.owned[name], self.group_of(name))
@@ -225,7 +225,7 @@ class GatheredWeights(ShardedWeights):
 
     @cached_property
     def _nothing(self) -> dict[str, Tensor]:
-        """Tensors in place of weights, without memory, of NaN, which show if they are used."""
+        """Tensors in place of released weights: they take no memory, and are NaN, which shows if they are used."""
         whole = self.model.items()
         return {n: torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape) for n, p in whole}
 

@@ -16,7 +16,9 @@ from command import environment, ppctl
 from frozen import fields, hold
 from ranks import run_ranks
 
+from ppctl.cli import doctor
 from ppctl.cli.doctor import _lines, _wrong
+from ppctl.launch.environment import Started
 from ppctl.reach import probe
 from ppctl.reach.probe import device_of
 
@@ -48,6 +50,12 @@ def test_as_ranks_of_a_job_the_first_one_tells(tmp_path: Path) -> None:
     assert done.stdout.count("nothing is wrong") == (done.returncode == 0), done.stderr
     assert all("slow" in line for line in done.stdout.splitlines() if line.startswith("wrong:"))
     assert "0 -> 1" in done.stdout
+
+
+def test_a_rank_whose_peers_do_not_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_DEADLINE_S", 0.1)
+    assert doctor._as_rank(Started("torchrun", 0, 2))["failure"].endswith(doctor._LATE)
+    assert doctor._as_rank(Started("torchrun", 1, 2)) == {}
 
 
 @pytest.mark.parametrize("variables", [True, False], ids=["as ranks of a job", "without LOCAL_RANK"])
@@ -127,7 +135,7 @@ def row(transport: str, seconds: float | None, error: str | None = None) -> dict
         ([row("plain", 0.02), row("channels", 0.01)], "take launch.transport=channels"),
         ([row("plain", 0.02), row("channels", 0.03)], "take launch.transport=plain (the default on CUDA)"),
         ([row("plain", 0.02), row("channels", None, "no answer within 60 s")], "take launch.transport=plain"),
-        ([], "takes a GPU for each of two ranks or more"),
+        ([], "takes at least two ranks with a GPU each"),
     ],
 )
 def test_it_says_which_transport_to_take_or_what_it_could_not_try(rows: list[dict[str, Any]], told: str) -> None:

@@ -113,13 +113,13 @@ def placeholder(stage):
 
 def test_foreign_stages_are_refused():
     schedule = make_schedule("gpipe", pp=1, vpp=2, num_microbatches=1)
-    with pytest.raises(ScheduleError, match=r"PP-E390.*owns the stages \[0, 1\], the programs are for \[0\]"):
+    with pytest.raises(ScheduleError, match=r"PP-E390.*owns the stages \[0, 1\], but the programs are for \[0\]"):
         Engine(schedule, [placeholder(0)])
 
 
 def test_a_schedule_for_more_ranks_is_refused():
     schedule = lower(make_schedule("1f1b", pp=2, num_microbatches=1))
-    with pytest.raises(ScheduleError, match=r"PP-E390.*for 2 pipeline ranks, the communicator has 1"):
+    with pytest.raises(ScheduleError, match=r"PP-E390.*for 2 pipeline ranks, but the communicator has 1"):
         Engine(schedule, [placeholder(0)])
 
 

@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "tp=2": ("multiplies with whole weights", "parallel.tensor_model_parallel_size=1"),
     "cp=2": ("attends to whole sequences", "parallel.context_parallel_size=1"),
     "pipeline.patch_causal_lm_model=false": ("does not take hidden states", "pipeline.patch_causal_lm_model=true"),
-    "train.recompute_granularity=selective": ("modules of other names", "train.recompute_granularity=full"),
+    "train.recompute_granularity=selective": ("modules with other names", "train.recompute_granularity=full"),
     "model.num_layers=3": ("its config.json says", "model.num_layers=4"),
     "model.num_layers=8": ("its config.json says", "model.num_layers=4"),
     "model.implementation=ppctl": ("no family that ppctl builds", ""),

@@ -98,8 +98,11 @@ def ended_by_its_culprit(fault: Fault, first: str, err: str, run: Path) -> None:
 def ended_with_both_ends_named(fault: Fault, first: str, err: str, run: Path) -> None:
     """A connection that loses everything, or broke, while both of its ends are alive."""
     code, between = {
-        "deaf": ("PP-E707", r"rank (\d) on \S+ does not reach rank (\d) on \S+: .* was sent and has not come"),
-        "cut": ("PP-E711", r"the connection from rank (\d) on \S+ to rank (\d) on \S+ broke, and no rank had reported"),
+        "deaf": ("PP-E707", r"rank (\d) on \S+ does not reach rank (\d) on \S+: .* was sent but has not come"),
+        "cut": (
+            "PP-E711",
+            r"the connection from rank (\d) on \S+ to rank (\d) on \S+ broke before any rank had",
+        ),
     }[fault.kind]
     assert first.startswith(f"error {code}: rank ")
     found = re.search(between, err)

@@ -324,8 +324,8 @@ def test_a_rank_that_is_gone_is_named_by_the_channel(mode):
     [
         (dict(use_ring_exchange_p2p=True), "PP-E111: parallel.use_ring_exchange_p2p=True needs ring_exchange"),
         (dict(overlap_p2p_comm=True, batch_p2p_comm=True), "PP-E117: overlap_p2p_comm and batch_p2p_comm exclude"),
-        (dict(pipeline_model_parallel_comm_backend="mpi"), "PP-E103: .* is one of nccl, gloo, ucc; 'mpi' is no such"),
-        (dict(pipeline_dtype="float13"), "PP-E103: parallel.pipeline_dtype is a floating point dtype"),
+        (dict(pipeline_model_parallel_comm_backend="mpi"), "PP-E103: .* must be one of nccl, gloo, ucc, not 'mpi'"),
+        (dict(pipeline_dtype="float13"), "PP-E103: parallel.pipeline_dtype must be a floating point dtype"),
     ],
 )
 def test_modes_that_cannot_be_had_are_refused_before_any_group_is_used(fields, text):

@@ -308,7 +308,7 @@ def test_what_torchs_stages_cannot_do_is_refused_by_name_on_all_ranks() -> None:
     assert "rank 0 [0, 3]; rank 1 [1, 2], but interleaved_1f1b runs rank 0 [0, 2]; rank 1 [1, 3]" in one[1]
     assert "ask for different schedules: rank 0 ('zb_h1'" in one[2] and "1f1b runs one chunk per rank" in one[3]
     assert "there is no schedule 'one_f'" in one[4] and "stages are this rank's stages" in one[5]
-    assert "memory is for the schedule that is searched for" in one[6]
+    assert "memory is only for a schedule that is searched for" in one[6]
     for found in run_ranks(refused, 2, "tensors"):
         assert found[0].startswith("PP-E130") and "sends tensor 1, torch.int64 [2], without a gradient" in found[0]
 

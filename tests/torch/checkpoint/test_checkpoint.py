@@ -248,8 +248,8 @@ def test_a_file_of_the_checkpoint_is_read_by_safetensors_alone(tmp_path):
         (lambda path: None, "PP-E501", "there is no checkpoint at"),
         (lambda path: path.mkdir(), "PP-E501", "is not a checkpoint"),
         (lambda path: path.write_text(""), "PP-E501", "is not a checkpoint"),
-        (lambda path: of_another_format(path, '{"format": 99}'), "PP-E509", "has format 99, this ppctl reads format 2"),
-        (lambda path: of_another_format(path, FORMAT_1), "PP-E509", "has format 1, this ppctl reads format 2"),
+        (lambda path: of_another_format(path, '{"format": 99}'), "PP-E509", "format 99, but this ppctl reads format 2"),
+        (lambda path: of_another_format(path, FORMAT_1), "PP-E509", "format 1, but this ppctl reads format 2"),
     ],
     ids=["nothing", "an empty directory", "a file", "another format", "format 1"],
 )

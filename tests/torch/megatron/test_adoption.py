@@ -124,7 +124,7 @@ def test_before_megatron_is_loaded_it_is_refused():
         ({"schedule": "auto", "memory": 0}, "PP-E396", "memory is 0"),
         ({"schedule": "no/such.csv"}, "PP-E216", "cannot be read"),
         ({"schedule": "zb_h1"}, "PP-E305", "zb_h1 runs one chunk per rank"),
-        ({"schedule": "LINES"}, "PP-E216", "2 stages on 2 rows, and pp 4 x vpp 2 = 8"),
+        ({"schedule": "LINES"}, "PP-E216", "2 stages on 2 rows, but pp 4 x vpp 2 = 8"),
     ],
 )
 def test_what_no_step_could_run_is_refused_and_nothing_is_replaced(
@@ -162,7 +162,7 @@ def test_a_files_microbatches_must_be_the_calls(megatron, tmp_path):
     request = functions._requested
     assert lowered(request, 2, 1, 4).split
     assert not lowered(request, 2, 1, 5, trains=False).split, "an evaluation is of any size"
-    with pytest.raises(ScheduleError, match="the schedule file runs 4 microbatches, and the call has 5") as caught:
+    with pytest.raises(ScheduleError, match="the schedule file runs 4 microbatches, but the call has 5") as caught:
         lowered(request, 2, 1, 5)
     assert codes(caught) == ["PP-E216"]
 
@@ -176,7 +176,7 @@ def test_auto_finds_less_bubble_within_the_memory(megatron):
         bubbles[memory] = bubble_fraction(simulate(schedule, plain))
     one = bubble_fraction(simulate(ppctl.make_schedule("1f1b", pp=4, num_microbatches=8), ppctl.Costs.uniform(4)))
     assert bubbles[2.0] <= bubbles[1.0] < one
-    with pytest.raises(ConfigError, match="costs has 3 stages, and there are 4"):
+    with pytest.raises(ConfigError, match="costs has 3 stages, but there are 4"):
         ppctl.adopt("auto", costs=ppctl.Costs.uniform(3))
         lowered(functions._requested, 4, 1, 8)
 

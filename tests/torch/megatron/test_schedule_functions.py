@@ -333,7 +333,7 @@ SIZED = SimpleNamespace(total_stages=2)
         (many, {"adjust_tensor_shapes_fn": max}, "belongs to the schedule without interleaving"),
         (none, {"adjust_tensor_shapes_fn": max}, "belongs to the schedule without interleaving"),
         (none, {"p2p_communicator": SIZED}, "has 2 ranks, but this function does not pipeline"),
-        (one, {"num_microbatches": 0}, "num_microbatches is 0: at least 1"),
+        (one, {"num_microbatches": 0}, "num_microbatches must be above 0, not 0"),
         (one, {"num_microbatches": None}, "num_microbatches is None, but must be a whole number"),
         (many, {"num_microbatches": 2.0}, "num_microbatches is 2.0"),
         (one, {"p2p_communicator": 3}, "p2p_communicator is a int"),

@@ -345,8 +345,8 @@ def test_the_scaled_product_is_the_emulated_one_where_a_cpu_has_it():
         ("model.fp8_recipe=blockwise", Capability("cuda", (9, 0), cuda=(12, 8)), "CUDA 12.9"),
         ("model.fp8=hybrid model.fp8_recipe=blockwise launch.device=any", H100, "in e4m3 alone"),
         ("model.num_moe_experts=4", Capability("cuda", (10, 0), cuda=(13, 0)), "scaled grouped product, which is for"),
-        ("model.num_moe_experts=4 model.fp8_recipe=blockwise", H100, "in e4m3 with a scale for each row alone"),
-        ("model.num_moe_experts=4 model.fp8=hybrid", H100, "in e4m3 with a scale for each row alone"),
+        ("model.num_moe_experts=4 model.fp8_recipe=blockwise", H100, "only in e4m3 with a scale for each row"),
+        ("model.num_moe_experts=4 model.fp8=hybrid", H100, "only in e4m3 with a scale for each row"),
         ("", Capability("cuda", (9, 0), scaled_products=False), "no scaled_mm"),
     ],
 )
@@ -371,7 +371,7 @@ def test_the_kernels_line_says_how_weights_are_multiplied():
     [
         ("model.fp8=e4m3", "bfloat16 weights"),
         ("model.fp8=e4m3 parallel.bf16=true parallel.enable_autocast=true", "without autocast"),
-        ("model.fp8=e4m3 parallel.bf16=true model.ffn_hidden_size=712", "multiples of 16, and this is 712"),
+        ("model.fp8=e4m3 parallel.bf16=true model.ffn_hidden_size=712", "multiples of 16, but this is 712"),
         ("model.fp8=e4m3 parallel.bf16=true model.num_query_groups=1 model.kv_channels=24", "this is 24"),
         ("model.fp8_recipe=blockwise", "has an effect only with model.fp8"),
         ("model.fp8=e4m3 parallel.bf16=true model.fp8_recipe=delayed", "rowwise"),

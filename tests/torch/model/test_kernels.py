@@ -134,7 +134,7 @@ def test_a_kernel_that_the_device_lacks_is_refused_by_name(typed, can, reason):
 def test_flash_attention_of_latent_heads_is_planned_and_not_trained():
     typed = ["model.attention_backend=flash", *MLA.split()]
     compose(typed)
-    with pytest.raises(ConfigError, match="keys and values of two widths, 192 and 128"):
+    with pytest.raises(ConfigError, match="keys and values of different widths, 192 and 128"):
         compose(typed, for_training=True)
 
 

@@ -108,9 +108,9 @@ def test_a_schedule_comes_from_a_file(tmp_path: Path) -> None:
     batch = batches(1, 4)[0]
     assert torch.equal(by_file.step(batch), by_name.step(batch))
     assert by_file.info.schedule.actions == by_name.info.schedule.actions
-    with pytest.raises(ConfigError, match="runs 4 microbatches, and the call has 6"):
+    with pytest.raises(ConfigError, match="runs 4 microbatches, but the call has 6"):
         by_file.step(batches(1, 6)[0])
-    with pytest.raises(ConfigError, match="has 4 stages on 1 rows, and pp 1 x vpp 2 = 2"):
+    with pytest.raises(ConfigError, match="has 4 stages on 1 rows, but pp 1 x vpp 2 = 2"):
         ppctl.pipeline(
             made("plain"), ppctl.PipelineConfig(pp_schedule_csv=str(path), module_fqns_per_model_part=PARTS[2])
         )

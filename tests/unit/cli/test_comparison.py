@@ -108,9 +108,9 @@ def test_no_command_is_offered_that_has_just_failed(runs: list[RunDir], capsys: 
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("compare 2026-0", "PP-E105: two or more runs are compared, and 1 is named"),
+        ("compare 2026-0", "PP-E105: two or more runs are compared, but 1 is named"),
         ("compare 2026-0", "or: ppctl runs show 2026-0"),
-        ("compare", "PP-E105: two or more runs are compared, and 0 are named"),
+        ("compare", "PP-E105: two or more runs are compared, but 0 are named"),
         ("compare 2026-0 2026", "PP-E612: 2026 means 4 runs"),
         ("compare 2026-0 2026 --html x.html", "try: ppctl runs compare 2026-0 2026-3 --html x.html"),
         ("compare tiny --html none/x.html", "PP-E129: the page cannot be written to none/x.html"),

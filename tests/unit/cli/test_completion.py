@@ -75,6 +75,7 @@ def test_runs_are_found_where_a_command_takes_one(home: Path) -> None:
         ["requeue"],
         ["runs", "show"],
         ["ckpt", "export", "--hf"],
+        ["ckpt", "export", "--torch-dist"],
         ["ckpt", "inspect"],
         ["ckpt", "diff", "runs/mine/x"],
     ):

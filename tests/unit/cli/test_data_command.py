@@ -74,7 +74,7 @@ def test_show_counts_and_shows_a_document(capsys: pytest.CaptureFixture[str]) ->
         (["tokenize", ".", "x"], "PP-E401", "is a directory"),
         (["tokenize", "a.txt", "a.txt/x"], "PP-E413", "cannot be written"),
         (["tokenize", "a.txt", "x", "--tokenizer", "nowhere"], "PP-E410", "--tokenizer nowhere: No such file"),
-        (["tokenize", "b.jsonl", "a.txt"], "PP-E413", "OUT is the last word, and a.txt is a file that is there"),
+        (["tokenize", "b.jsonl", "a.txt"], "PP-E413", "but a.txt is an existing file"),
         (["show", "nothing"], "PP-E412", "nothing.idx is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -121,7 +121,7 @@ def test_no_text_is_no_data(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_document_beyond_the_last_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "tokenize", "*.*", "x"])
     assert main(["data", "show", "x", "--document", "4"]) == 2
-    assert "has documents 0 to 3, and 4 is not one of them" in capsys.readouterr().err
+    assert "has documents 0 to 3, but 4 is not one of them" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_and_leaves_nothing() -> None:

@@ -324,7 +324,7 @@ def test_one_that_cannot_be_written_is_not_resumed(run: RunDir) -> None:
     assert problem.remedy.endswith(' && ppctl resume "$to"/one steps=6 --allow')
 
 
-@pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "command.txt", "logs/rank-0000.log"])
+@pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "command.txt", "life", "logs/rank-0000.log"])
 def test_what_a_start_adds_to_or_copies_has_an_end(run: RunDir, name: str) -> None:
     """A copy of a link to a device fills the disk, and what opens a pipe waits for ever."""
     (run.path / "logs").mkdir()

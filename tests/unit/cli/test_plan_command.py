@@ -242,7 +242,7 @@ def test_a_schedule_that_hangs_has_no_times(capsys, tmp_path) -> None:
     code, out, _ = run(capsys, "pp=2", "gbs=2", f"pipeline.pp_schedule_csv={tmp_path}/s.csv")
     assert code == 2
     (line,) = [line for line in out.splitlines() if "it deadlocks" in line]
-    assert line.startswith("schedule ") and line.endswith(": 2 microbatches; it deadlocks, and has no times")
+    assert line.startswith("schedule ") and line.endswith(": 2 microbatches; it deadlocks, so it has no times")
     assert not [line for line in out.splitlines() if "step about" in line or "tokens/s" in line]
 
 
@@ -371,11 +371,11 @@ def test_lost_nodes_are_answered_in_a_table_and_in_json_before_the_run(capsys) -
 @pytest.mark.parametrize(
     ("words", "code", "message", "remedy"),
     [
-        (["+recipe=llama3_8b", "--lost", "4"], "PP-E105", "the plan has 4 nodes, and one must be left", "--lost 3"),
+        (["+recipe=llama3_8b", "--lost", "4"], "PP-E105", "the plan has 4 nodes, but one must be left", "--lost 3"),
         (["+recipe=llama3_8b", "--lost", "1,x"], "PP-E105", f"--lost 1,x: {NUMBERS}", "--lost 1,2"),
         (["+recipe=llama3_8b", "--lost", "0"], "PP-E105", f"--lost 0: {NUMBERS}", "--lost 1,2"),
         (["+recipe=llama3_8b", "--lost", "1,2,1"], "PP-E105", "--lost 1,2,1: one number stands twice", "--lost 1,2"),
-        (["+recipe=quickstart", "--lost", "1"], "PP-E105", "the plan has 1 node, and one must be left", ""),
+        (["+recipe=quickstart", "--lost", "1"], "PP-E105", "the plan has 1 node, but one must be left", ""),
         (
             ["+recipe=llama3_70b", "--lost", "8,15"],
             "PP-E230",

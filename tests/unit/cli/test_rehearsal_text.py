@@ -85,7 +85,7 @@ pp_rank  planned  measured  difference  at   from
 1          93.51     93.51       equal  1B0  rank 1
 
 Activations of a microbatch in MiB: kept from forward to backward, and what is
-  needed besides while these run
+  needed on top while these run
 stage  planned  measured  difference  more in F  more in B
 0        15.30     15.30       equal       1.00       2.00
 1        16.43     16.43       equal       1.00       2.00
@@ -133,7 +133,7 @@ rank 0 weights     2.97      7.74   +4.77 MiB
 rank 1 weights     2.97      7.74   +4.77 MiB
 
 Activations of a microbatch in MiB: kept from forward to backward, and what is
-  needed besides while these run
+  needed on top while these run
 stage  planned  measured  difference  more in F  more in B
 0        15.30     20.07     +31.16%       1.00       2.00
 1        16.43     21.19     +29.03%       1.00       2.00
@@ -183,4 +183,4 @@ def test_a_picture_of_an_unknown_form_is_refused_before_anything_is_rehearsed(ca
     monkeypatch.setattr(rehearse, "_rehearse", lambda *_: pytest.fail("rehearsed for nothing"))
     for option in ("--timeline", "--page"):
         assert main(["rehearse", *SMALL, option, "step.png"]) == 2
-        assert "PP-E129: --timeline step.png: a picture is one of .html, .json, .txt" in capsys.readouterr().err
+        assert "PP-E129: --timeline step.png: its name must end in one of .html, .json, .txt" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def test_a_run_that_is_done_wants_more_steps(run: RunDir) -> None:
 
 
 def test_fewer_steps_than_are_done_are_refused(run: RunDir) -> None:
-    with pytest.raises(ConfigError, match=r"PP-E618: run .* has done its 4 steps, and train.steps is 3") as caught:
+    with pytest.raises(ConfigError, match=r"PP-E618: run .* has done its 4 steps, but train.steps is 3") as caught:
         prepared(run, "steps=3")
     words = shlex.split(caught.value.problems[0].remedy)
     assert prepared(run, *words[words.index("resume") + 1 :])[0].config.train.steps == 8

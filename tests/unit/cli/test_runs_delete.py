@@ -124,4 +124,4 @@ def test_no_reader_sees_half_a_run_and_the_next_delete_removes_the_rest(
     assert main(["runs", "delete"]) == 0
     assert there() == ["other"]
     assert main(["runs", "delete"]) == 2
-    assert "PP-E105: `ppctl runs delete` takes runs, and none is named" in capsys.readouterr().err
+    assert "PP-E105: `ppctl runs delete` takes runs, but none is named" in capsys.readouterr().err

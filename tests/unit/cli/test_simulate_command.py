@@ -112,15 +112,15 @@ def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf -1 --tb nan", "--tf -1"),
         ("--schedule 1f1b --pp 2 --vpp 2 --microbatches 3 --tf 1 --tb 2", "one chunk per rank"),
         ("--schedule dualpipev --pp 2 --vpp 3 --microbatches 8 --tf 1 --tb 2", "--vpp 2"),
-        ("--schedule 1f1b --pp 0 --microbatches 3 --tf 1 --tb 2", "--pp 0: at least 1"),
+        ("--schedule 1f1b --pp 0 --microbatches 3 --tf 1 --tb 2", "--pp 0: it must be at least 1"),
         ("--schedule gpipe --pp 4096 --microbatches 99999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.png", "a.html"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.svg", "a.html"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.html", "--schedule 1f1b"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --extra-warmup 1", "--extra-warmup 0"),
-        ("--compare --pp 2 --vpp 0 --microbatches 3 --tf 1 --tb 2", "--vpp 0: at least 1"),
-        ("--schedule gpipe --pp 2 --vpp -1 --microbatches 3 --tf 1 --tb 2", "--vpp -1: at least 1"),
-        ("--compare --pp 0 --microbatches 3 --tf 1 --tb 2", "--pp 0: at least 1"),
+        ("--compare --pp 2 --vpp 0 --microbatches 3 --tf 1 --tb 2", "--vpp 0: it must be at least 1"),
+        ("--schedule gpipe --pp 2 --vpp -1 --microbatches 3 --tf 1 --tb 2", "--vpp -1: it must be at least 1"),
+        ("--compare --pp 0 --microbatches 3 --tf 1 --tb 2", "--pp 0: it must be at least 1"),
         ("--compare --pp 512 --microbatches 999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.html", "cannot be written"),
     ],
@@ -205,7 +205,7 @@ def test_a_schedule_in_a_file_is_simulated_as_its_name_is(capsys: Any, name: str
         ("0F0,0B0\n", "--pp 4 --vpp 2 --microbatches 3", "--pp 1"),
         ("0F0,0B0\n", "--extra-warmup 1", "--extra-warmup 0"),
         ("0F0,0B0\n", "--memory 2", "--schedule auto"),
-        ("0F0,0B0\n", "--tw -1", "--tw -1: its weight gradient takes 0 to 1e+12 ms"),
+        ("0F0,0B0\n", "--tw -1", "--tw -1: its weight gradient must be 0 to 1e+12 ms"),
         ("", "", "PP-E303: the schedule has no actions"),
     ],
 )
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys:
     words = "simulate --compare --pp 4 --microbatches 4 --tf 1 --tb 2"
     assert main(words.split()) == 0
     few = capsys.readouterr().out
-    assert "without dualpipev: dualpipev fills a V of 8 stages: at least 8 microbatches, not 4" in few
+    assert "without dualpipev: dualpipev needs 8 or more microbatches to fill a V of 8 stages, not 4" in few
     assert main([*words.split(), "--vpp", "3"]) == 0
     three = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in three if line.startswith(("gpipe", "inter", "1f1b", "v_half"))] == [
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys:
         ["gpipe", "3"],
         ["interleaved_zero_bubble", "3"],
     ]
-    assert "without v_half: v_half runs two chunks per rank, down a V and back up, and vpp is 3" in three
+    assert "without v_half: v_half runs two chunks per rank, down a V and back up, but vpp is 3" in three
 
 
 def test_the_picture_of_all_schedules_is_what_its_script_draws() -> None:

@@ -93,7 +93,7 @@ def test_ranks_of_another_launcher_are_those_of_one_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = front.parse("train", train, list(SWEEP))
-    with pytest.raises(Exception, match="PP-E106: -m starts several runs, and torchrun has started the ranks of one"):
+    with pytest.raises(Exception, match="PP-E106: -m starts several runs, but torchrun has started the ranks of one"):
         train.train_all(args, Started("torchrun", 0, 2), partial(train.prepare, started=Started("person")))
 
 
@@ -172,13 +172,21 @@ def test_the_same_command_submits_what_has_no_job_and_has_not_finished(
     for number, state in enumerate(("finished", "failed", "finished", "stopped")):
         by_job[f"77_{number}"].write_status(state)
     capsys.readouterr()
+    assert main(["submit", *SWEEP, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
     assert main(["submit", *SWEEP, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["runs"]
     assert [run["job"] for run in told] == ["77_0", "77_0", "77_2", "77_1"]
     assert [run["id"] for run in told] == [by_job[f"77_{number}"].id for number in range(4)]
     array = Path((slurm / "log").read_text().splitlines()[1].split()[-1]).read_text()
     assert "#SBATCH --array=0-1\n" in array
-    assert re.findall(r"^  (\S+)$", array, re.MULTILINE) == [told[n]["run"] for n in (1, 3)]
+    for text in (array, shown):
+        assert re.findall(r"^  (\S+)$", text, re.MULTILINE) == [told[n]["run"] for n in (1, 3)]
+    for run in runs:
+        run.write_status("finished")
+    assert main(["submit", *SWEEP, "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "every run of this command line has a job or has finished" in err
 
 
 def test_a_dry_run_prints_the_script_of_the_array_and_a_line_on_each_plan_and_writes_nothing(

@@ -114,7 +114,7 @@ def test_a_step_is_shown_by_the_plan_of_its_own_start(run, capsys):
 @pytest.mark.parametrize(
     ("trace", "steps", "said", "remedy"),
     [
-        ("6:8", 10, "log.trace=6:8, and it has done 1 step", "resume {run}"),
+        ("6:8", 10, "log.trace=6:8, but it has done 1 step", "resume {run}"),
         (None, 10, "was traced", "resume {run} log.trace=3:5"),
         (None, 2, "was traced", "resume {run} steps=4 log.trace=3:5"),
     ],

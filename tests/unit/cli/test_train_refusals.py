@@ -368,7 +368,7 @@ def test_what_is_loaded_is_resumed_if_it_is_there_and_else_the_run_begins(
     typed = ["+recipe=quickstart", "launch.device=cpu", "log.dir=out", "--load", "out"]
     first = prepared(*typed)
     assert (first.config.checkpoint.load, first.config.checkpoint.resume) == ("out", None)
-    assert "nothing there yet, the run begins" in capsys.readouterr().err
+    assert "nothing is there yet, so the run begins" in capsys.readouterr().err
     step = new_run(first, Started("person")).checkpoints / "step-3"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text("{}")

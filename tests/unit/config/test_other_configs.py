@@ -289,7 +289,7 @@ def test_what_only_the_shell_knows_is_told_with_what_follows_from_it(tmp_path, c
     _, report, _ = plan(capsys, "--from", str(tmp_path / "train.sh"))
     why = next(row["why"] for row in report["translation"] if row["typed"].startswith("--tokenizer-model"))
     assert why.endswith(
-        "type data.tokenizer=DIR, or model.vocab_size=N to plan; until then it is one of bytes (320, rounded up)"
+        "type data.tokenizer=DIR, or model.vocab_size=N to plan; until then it is that of bytes (320, rounded up)"
     )
     assert report["problems"][-1]["code"] == "PP-E205"
     assert report["problems"][-1]["remedy"].splitlines()[0] == "nodes=4", "its shell may say more"

@@ -89,7 +89,7 @@ BAD = {
     "half a pair": (chat(("user", "a"), ("assistant", "\ud83d")), CHATML, "PP-E411", "not UTF-8 text: surrogates"),
     "no role": ({"messages": [{"content": "a"}]}, CHATML, "PP-E418", 'messages with a "role"'),
     "nothing learned": (chat(("user", "a")), CHATML, "PP-E422", "without an assistant turn"),
-    "no prefix": (chat(*TALK), THINKS, "PP-E420", "writes earlier turns otherwise when others follow"),
+    "no prefix": (chat(*TALK), THINKS, "PP-E420", "writes earlier turns differently when others follow"),
     "refused": (chat(*WITH_SYSTEM), MISTRAL, "PP-E420", "there is no system role"),
     "a clock": (chat(*TALK), "{{ strftime_now('%d') }}", "PP-E420", "data must not depend on the day"),
     "no template": (chat(*TALK), None, "PP-E419", "has no chat template"),

@@ -53,7 +53,7 @@ def test_a_glob_finds_files_at_any_depth_in_the_order_of_their_names_once_each(t
     (tmp_path / "sub" / "again.txt").symlink_to(tmp_path / "z.txt")
     corpus = load(tmp_path / "**")
     assert texts(corpus) == ["2", "1", "3", "4"]
-    assert "1 more matching that are none of .txt, .jsonl, .parquet, .arrow were left out" in corpus.description
+    assert "left out, as none of .txt, .jsonl, .parquet, .arrow: 1 more" in corpus.description
 
 
 def test_a_name_with_brackets_is_a_name_if_it_exists(tmp_path):

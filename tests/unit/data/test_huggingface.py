@@ -84,7 +84,7 @@ def test_text_without_a_mark_for_its_end_is_refused(directory, tmp_path):
     with pytest.raises(DataError, match=r"PP-E410: text needs a token that ends a document") as caught:
         load_corpus(str(tmp_path / "a.txt"), load_tokenizer(str(directory(["<x>"]))))
     assert caught.value.problems[0].remedy.endswith('as "eos_token": "<x>"')
-    with pytest.raises(DataError, match="nor has it a special token") as caught:
+    with pytest.raises(DataError, match="and has no special token") as caught:
         load_corpus(str(tmp_path / "a.txt"), load_tokenizer(str(directory([]))))
     assert "special_tokens=" in caught.value.problems[0].remedy
 

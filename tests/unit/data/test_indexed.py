@@ -94,7 +94,7 @@ DAMAGE = {
     "another format": (lambda bin_, idx: poke(idx, 0, b"TNTIDX"), "a.idx is damaged: it does not begin"),
     "another version": (lambda bin_, idx: poke(idx, 9, b"\x02"), "it has version 2"),
     "floats": (lambda bin_, idx: poke(idx, 17, b"\x07"), "its type code 7 is not a token type"),
-    "an index cut short": (lambda bin_, idx: cut(idx, 80), "it has 80 bytes, and 2 sequences and 4 boundaries make 90"),
+    "an index cut short": (lambda bin_, idx: cut(idx, 80), "it has 80 bytes, but 2 sequences and 4 boundaries make 90"),
     "a mode for each": (lambda bin_, idx: cut(idx, 0) or idx.write_bytes(EXPECTED_IDX + b"\0\0"), "multimodal"),
     "a huge count": (lambda bin_, idx: poke(idx, 18, b"\xff" * 8), "sequences"),
     "a negative length": (lambda bin_, idx: poke(idx, 38, b"\xff" * 4), "sequence 1 has -1 tokens"),
@@ -108,11 +108,11 @@ DAMAGE = {
         lambda bin_, idx: poke(idx, 82, b"\x09"),
         "its documents do not lead from sequence 0 to the end of its 2 sequences",
     ),
-    "tokens cut short": (lambda bin_, idx: cut(bin_, 9), "a.bin is damaged: it has 9 bytes, and a.idx says 10"),
-    "tokens gone": (lambda bin_, idx: cut(bin_, 0), "it has 0 bytes, and a.idx says 10"),
+    "tokens cut short": (lambda bin_, idx: cut(bin_, 9), "a.bin is damaged: it has 9 bytes, but a.idx says 10"),
+    "tokens gone": (lambda bin_, idx: cut(bin_, 0), "it has 0 bytes, but a.idx says 10"),
     "tokens of another": (
         lambda bin_, idx: bin_.write_bytes(EXPECTED_BIN + b"\0\0"),
-        "it has 12 bytes, and a.idx says 10",
+        "it has 12 bytes, but a.idx says 10",
     ),
 }
 

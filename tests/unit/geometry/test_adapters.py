@@ -25,7 +25,7 @@ def test_layers_that_are_none_are_refused(typed):
 
 
 def test_empty_lists_are_told_as_empty():
-    with pytest.raises(ValueError, match=r"there is none in it$"):
+    with pytest.raises(ValueError, match=r"none is named$"):
         read_adapters(GIVEN | {"layers": "[]"})
     with pytest.raises(ValueError, match=r"targets=\[\] names no module$"):
         read_adapters(GIVEN | {"targets": "[]"})

@@ -229,7 +229,7 @@ def test_an_exchange_that_all_have_started_and_that_does_not_end_is_a_connection
     made = plan(pp=2, gbs=8, mbs=1, tp=2)
     states = exchanged(made, "0F0", dict.fromkeys(range(4), (7, 0, 0, 0)))
     told = verdict(made, states, 5.0, 15.0)
-    assert "ranks 0 and 1 have all started the same collective along tp, and it does not end" in told.message
+    assert "ranks 0 and 1 have all started the same collective along tp, but it does not end" in told.message
     later = [states[0], replace(states[1], index=states[1].index + 1), *states[2:]]
     assert "exchange" not in verdict(made, later, 5.0, 15.0).message
 

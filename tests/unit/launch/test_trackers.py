@@ -99,5 +99,5 @@ def test_parity_has_no_trackers(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("log.wandb=true", "log.wandb_project=x", "log.tensorboard=true", "log.tensorboard_dir=y")
     assert main(["parity", "+recipe=quickstart", "launch.device=cpu", "pp=1", "vpp=1", *keys]) == 2
     assert next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error")).startswith(
-        "error PP-E644: there is one rank"
+        "error PP-E644: there is only one rank"
     )

@@ -249,7 +249,7 @@ def test_the_default_rank_is_the_one_that_the_layout_was_bound_to():
     ("pp", "arguments", "what"),
     [
         (3, {}, "pp_rank is not given"),
-        (1, {"pp_rank": 0}, "vp_stage is not given and every rank holds 3 chunks"),
+        (1, {"pp_rank": 0}, "vp_stage is not given, but every rank holds 3 chunks"),
         (3, {"pp_rank": 3}, "pp_rank=3 is outside of 0 to 2"),
         (3, {"pp_rank": -1}, "pp_rank=-1 is outside"),
         (3, {"pp_rank": 0, "vp_stage": 1}, "vp_stage=1 is outside of 0 to 0"),

@@ -22,7 +22,7 @@ FAULTS = [
     ),
     pytest.param(
         dict(model__num_layers=61, model__mtp_num_layers=1, pp=4, vpp=2, layout="Et*4|(t*4|)*14tmL"),
-        {"PP-E220": "the layout has 16 stages, and pp 4 x vpp 2 = 8; 16 stages on pp 4 would be vpp=4"},
+        {"PP-E220": "the layout has 16 stages, but pp 4 x vpp 2 = 8; 16 stages on pp 4 would be vpp=4"},
         id="DeepSeek-V3, gb200 and gb300/deepseek_v3.py",
     ),
     pytest.param(

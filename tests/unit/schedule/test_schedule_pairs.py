@@ -84,7 +84,7 @@ def test_no_message_stands_between_the_two_of_a_pair_and_batches_leave_no_pairs(
         ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n", "the backward cannot start before a forward"),
         ("0F0,0F1,0B0,0B1\n1F0,(1F1;1B1)OVERLAP_F_B,1B0\n", "the backward cannot start before a forward"),
         ("(0F0;0B0)OVERLAP_F_B,0F1,0B1\n", "the backward cannot start before a forward"),
-        ("0F0,0F1,(0B0;0B1)OVERLAP_F_B\n1F0,1F1,1B0,1B1\n", "an F and then a B or I: not so (0B0;0B1)OVERLAP_F_B"),
+        ("0F0,0F1,(0B0;0B1)OVERLAP_F_B\n1F0,1F1,1B0,1B1\n", "then a B or I, but not so in (0B0;0B1)OVERLAP_F_B"),
         ("0F0,0F1,(0B0;0F2)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n", "an F and then a B or I"),
         ("0F0,0F1,0I0,(0F2;0W0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n", "an F and then a B or I"),
     ],
