@@ -23,8 +23,9 @@ test: .venv/ready-test       ## every test file, two at a time (JOBS=1: one); la
 test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skipped with a reason where it cannot start
 	$(PY) -m pytest -m "slurm" -rs -n 4 --dist loadfile --durations 10 tests/slurm
 
-test-all: .venv/ready-test   ## every pair of a grid's values, and SLURM: more than an hour on two quiet cores; dated logs under benchmarks/
-	log=benchmarks/test-all-$$(date +%F); $(call logged,-n $(JOBS) --dist loadfile --no-loadscope-reorder \
+# Three at a time, because tests of restarts mostly wait; so the others may take longer.
+test-all: .venv/ready-test   ## what takes long, more of each grid, and SLURM: an hour on two quiet cores; dated logs under benchmarks/
+	log=benchmarks/test-all-$$(date +%F); $(call logged,-n 3 --timeout 300 --dist loadfile --no-loadscope-reorder \
 	  -m "not soak and not gpu" --durations 30)
 
 soak: .venv/ready-test       ## faults and full grids: make soak SHARD=1/4, at most an hour a call; again until it is finished

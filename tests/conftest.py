@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from tiers import mark_whole
+from tiers import mark_tiers
 
 os.environ["OMP_NUM_THREADS"] = "1"
 hypothesis.settings.register_profile("busy machine", deadline=None)
@@ -40,8 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The file that takes one worker longest in `make test-all` comes first; another runs the rest meanwhile."""
-    left = Path(__file__).with_name("left_to_test_all.txt").read_text().splitlines()
-    mark_whole(items, left, complete=not any("::" in argument for argument in config.args))
+    mark_tiers(items, Path(__file__).parent, complete=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: item.path.name != "test_foreign_cuts.py")
 
 

@@ -267,7 +267,7 @@ def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arg
         draft.typed.add(known)
 
 
-_SWITCHED = {**dict.fromkeys(("yes", "on", "y", "1"), (True,)), **dict.fromkeys(("no", "off", "n", "0"), (False,))}
+_SWITCHED = {**dict.fromkeys(("yes", "on", "y", "1"), True), **dict.fromkeys(("no", "off", "n", "0"), False)}
 """Other words for true and false -> the value meant."""
 
 
@@ -279,9 +279,9 @@ def with_remedy(problem: Problem, draft: Draft) -> Problem:
     before = draft.covered.get(key, text_keys()[key].default)
     # The defaults of these keys cannot be typed.
     explained = key in ("published", "pipeline.pp_batch_size")
-    if text_keys()[key].is_switch and problem.code == "PP-E102":
-        meant = _SWITCHED.get(str(draft.values[key]).lower(), (True, False))
-        return replace(problem, remedy="\n".join(as_typed(key, each) for each in meant))
+    meant = _SWITCHED.get(str(draft.values[key]).lower()) if text_keys()[key].is_switch else None
+    if meant is not None and problem.code == "PP-E102":
+        return replace(problem, remedy=as_typed(key, meant))
     return replace(problem, remedy=f"ppctl explain {key}" if explained else as_typed(key, before))
 
 

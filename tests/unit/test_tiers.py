@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from soak import MOST_S, START_FOR_S, UNFINISHED, parsed, shard_of
-from tiers import mark_whole
+from tiers import LEFT, mark_left, mark_tiers
 
 TESTS = Path(__file__).parents[1]
 
@@ -97,9 +97,13 @@ class Item:
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
         self.marks.append(mark.name)
 
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
 
-def test_what_is_left_to_test_all_is_there() -> None:
-    for line in (TESTS / "left_to_test_all.txt").read_text().splitlines():
+
+@pytest.mark.parametrize("file", LEFT.values())
+def test_what_is_left_to_a_later_tier_is_there(file: str) -> None:
+    for line in (TESTS / file).read_text().splitlines():
         if not line.startswith("#"):
             name = re.sub(r"^(!|1/\d+ )", "", line)
             file, _, function = name.partition("[")[0].partition("::")
@@ -110,19 +114,28 @@ def test_of_a_test_that_is_left_to_test_all_its_smoke_stays() -> None:
     lines = ["# why", "a.py::test_a", "!a.py::test_a[1]", "a.py::test_b[2]", "a.py::test_c"]
     names = ("a.py::test_a[1]", "a.py::test_a[2]", "a.py::test_b[1]", "a.py::test_b[2]", "a.py::test_c", "a.py::test_d")
     items = [Item(name) for name in names]
-    mark_whole(items, lines, complete=True)  # type: ignore[arg-type]
+    mark_left(items, lines, "whole", complete=True)  # type: ignore[arg-type]
     assert [item.marks for item in items] == [[], ["whole"], [], ["whole"], ["whole"], []]
     for missing in (0, 3):
         others = [item for number, item in enumerate(items) if number != missing]
         with pytest.raises(pytest.UsageError, match=re.escape(names[missing])):
-            mark_whole(others, lines, complete=True)  # type: ignore[arg-type]
-        mark_whole(others, lines, complete=False)  # type: ignore[arg-type]
+            mark_left(others, lines, "whole", complete=True)  # type: ignore[arg-type]
+        mark_left(others, lines, "whole", complete=False)  # type: ignore[arg-type]
 
 
 def test_of_a_sampled_test_every_fourth_case_stays() -> None:
     items = [Item(f"a.py::test_a[{n}]") for n in range(9)] + [Item("a.py::test_b")]
-    mark_whole(items, ["1/4 a.py::test_a", "!a.py::test_a[2]"], complete=True)  # type: ignore[arg-type]
+    mark_left(items, ["1/4 a.py::test_a", "!a.py::test_a[2]"], "whole", complete=True)  # type: ignore[arg-type]
     assert [number for number, item in enumerate(items) if not item.marks] == [0, 2, 4, 8, 9]
+
+
+def test_what_make_test_runs_is_not_left_to_the_soak(tmp_path: Path) -> None:
+    (tmp_path / LEFT["whole"]).write_text("1/3 a.py::test_a\n")
+    (tmp_path / LEFT["soak"]).write_text("1/2 a.py::test_a\n")
+    items = [Item(f"a.py::test_a[{n}]") for n in range(7)]
+    mark_tiers(items, tmp_path, complete=True)  # type: ignore[arg-type]
+    whole, soak = ["whole"], ["whole", "soak"]
+    assert [item.marks for item in items] == [[], whole, soak, [], whole, soak, []]
 
 
 def test_shards_share_all_tests_out_and_none_twice() -> None:
@@ -157,7 +170,7 @@ def test_of_the_soak(n):
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository with four tests of the soak, and a tool that ends a call at the first test's end."""
-    for name in ("conftest.py", "helpers/soak.py", "helpers/tiers.py", "left_to_test_all.txt"):
+    for name in ("conftest.py", "helpers/soak.py", "helpers/tiers.py", *LEFT.values()):
         shutil.copy(TESTS / name, tmp_path)
     shutil.copy(TESTS.parent / ".gitignore", tmp_path)
     (tmp_path / "test_some.py").write_text(SOAKS)

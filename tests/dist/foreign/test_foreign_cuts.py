@@ -34,7 +34,7 @@ from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
 # Each model is described, which takes ten seconds of a quiet machine, trained in two or three ranks, and exported.
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(480)
 CPU = torch.device("cpu")
 STEPS = 3
 SECONDS = 300.0

@@ -127,7 +127,7 @@ def hold(text: Path, cases: Sequence[tuple[str, ...]]) -> None:
     """All cases in the same two ranks."""
     mappings = [to_mapping(run_of(text, *case)) for case in cases]
     off = []
-    for rank, found in enumerate(run_ranks(each, 2, mappings, timeout=850)):
+    for rank, found in enumerate(run_ranks(each, 2, mappings, timeout=470)):
         for case, (live, cost) in zip(cases, found, strict=True):
             above = WIDER.get((case[1], case[-1]), CLOSE)
             if not -CLOSE <= cost.peak_bytes / live - 1 <= above:
@@ -152,7 +152,7 @@ def test_live_storages_beside_adapters_are_the_planned_bytes_in_every_way(text: 
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("kind", MODELS)
 def test_live_storages_are_the_planned_bytes_in_every_way(text: Path, kind: str) -> None:
     hold(text, [case for case in GRID if case[0] == kind])

@@ -253,7 +253,7 @@ def lost(hosts: Hosts, number: int) -> int:
     return number
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     "seed", [pytest.param(0, marks=pytest.mark.whole), *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 11))]
 )

@@ -107,20 +107,25 @@ SAMPLE: list[Case] = [
 ]
 
 
-MORE: list[Case] = [*dict.fromkeys(pairwise(GRID, SAMPLE) + random.Random(14).sample(GRID, 40))][len(SAMPLE) :]
-"""What completes the sample's pairs, and some at random."""
+PAIRS: list[Case] = pairwise(GRID, SAMPLE)[len(SAMPLE) :]
+"""What completes the sample's pairs."""
+DRAWN: list[Case] = [*dict.fromkeys(random.Random(14).sample(GRID, 40))]
+TIERS: dict[str, list[Case]] = {"": SAMPLE, "whole": PAIRS, "soak": [c for c in DRAWN if c not in SAMPLE + PAIRS]}
+"""Marker -> its cases."""
 
 
 @cache
-def results(world: int, more: bool) -> dict[Case, list[dict[str, Any]]]:
-    """Of all cases of this size: of the sample, or of the others."""
-    chosen = [c for c in (MORE if more else SAMPLE) if world_of(config_of(c[0], **axes_of(c))) == world]
+def results(world: int, tier: str) -> dict[Case, list[dict[str, Any]]]:
+    """Of all cases of a tier that have this size."""
+    chosen = [c for c in TIERS[tier] if world_of(config_of(c[0], **axes_of(c))) == world]
     mappings = [to_mapping(config_of(c[0], **axes_of(c))) for c in chosen]
     ranks = run_ranks(train_all, world, mappings, timeout=900)
     return {case: [rank[number] for rank in ranks] for number, case in enumerate(chosen)}
 
 
-PARAMETERS = [pytest.param(*case, marks=pytest.mark.whole if case in MORE else ()) for case in SAMPLE + MORE]
+PARAMETERS = [
+    pytest.param(*case, marks=getattr(pytest.mark, tier) if tier else ()) for tier in TIERS for case in TIERS[tier]
+]
 
 
 @pytest.mark.shows(
@@ -132,12 +137,13 @@ PARAMETERS = [pytest.param(*case, marks=pytest.mark.whole if case in MORE else (
     "model.cp_comm_type",
     "parallel.cross_entropy_loss_fusion",
 )
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize(("kind", "tensor", "context", "experts", "dp", "sharding", "cut"), PARAMETERS)
 def test_any_axes_agree_with_one_process(kind, tensor, context, experts, dp, sharding, cut):
     case = kind, tensor, context, experts, dp, sharding, cut
     world = world_of(config_of(kind, **axes_of(case)))
-    far = differences(kind, results(world, case in MORE)[case])
+    tier = next(tier for tier, cases in TIERS.items() if case in cases)
+    far = differences(kind, results(world, tier)[case])
     assert {what: value for what, value in far.items() if not value <= 1e-12} == {}
 
 
@@ -151,12 +157,12 @@ COMPILED: list[Case] = [
 
 @pytest.mark.shows("train.compile")
 @pytest.mark.whole  # the compiler, on every rank
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("recomputed", [{}, {"recompute_granularity": "selective"}], ids=["kept", "core_attn"])
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_layers_that_are_compiled_between_their_exchanges_agree_with_one_process(case: Case, recomputed) -> None:
     config = config_of(case[0], **axes_of(case), compile=True, **recomputed)
-    ranks = run_ranks(train_all, world_of(config), [to_mapping(config)], timeout=500)
+    ranks = run_ranks(train_all, world_of(config), [to_mapping(config)], timeout=450)
     far = differences(case[0], [rank[0] for rank in ranks])
     assert {what: value for what, value in far.items() if not value <= 1e-12} == {}
 

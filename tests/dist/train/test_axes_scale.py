@@ -29,10 +29,10 @@ def test_a_miniature_of_all_axes_trains(tmp_path, recipe, typed, world):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("recipe", sorted(recipes()))
 def test_every_recipes_miniature_of_all_axes_trains(tmp_path, recipe):
     typed = "train", f"+recipe={recipe}", "+scale=axes", "launch.device=cpu", "steps=2"
-    done = ppctl(*typed, cwd=tmp_path, timeout=500)
+    done = ppctl(*typed, cwd=tmp_path, timeout=450)
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in metrics(only_run(tmp_path))] == [1, 2]

@@ -17,11 +17,11 @@ SAMPLE = ["gradients of norms over tp", "embeddings", "norms over tp"]
 def results(world, sample):
     configs = {name: config_of(kind, **axes) for name, (_, kind, axes) in MUTANTS.items() if (name in SAMPLE) == sample}
     chosen = {name: to_mapping(config) for name, config in configs.items() if world_of(config) == world}
-    ranks = run_ranks(train_mutants, world, list(chosen.items()), timeout=580)
+    ranks = run_ranks(train_mutants, world, list(chosen.items()), timeout=460)
     return {name: [rank[number] for rank in ranks] for number, name in enumerate(chosen)}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.whole if name in SAMPLE else pytest.mark.soak) for name in MUTANTS]
 )

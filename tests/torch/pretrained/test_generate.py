@@ -143,7 +143,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused_by_name(chatting, tmp_path
     lacking = ppctl(str(tmp_path), "Hi")
     assert lacking.returncode == 2 and "PP-E560" in lacking.stderr and "--tokenizer" in lacking.stderr
     beyond = ppctl(str(tmp_path), "Hi", "--tokenizer", "byte")
-    assert beyond.returncode == 2 and "the model 52 words" in beyond.stderr
+    assert beyond.returncode == 2 and "the model has only 52 tokens" in beyond.stderr
     plain = ppctl(str(tmp_path), "Hi", "--tokenizer", "byte", "--chat")
     assert plain.returncode == 2 and "PP-E419" in plain.stderr and "--template FILE.jinja" in plain.stderr
     assert ppctl(str(home), "Hi", "--temperature", "0").returncode == 2

@@ -97,7 +97,7 @@ def test_steps_of_the_command_line_stand_above_a_recipes_length_and_beside_none_
 @pytest.mark.parametrize(
     ("rampup", "full", "said", "remedy"),
     [
-        ([8, 2, 100], 8, "not more", "train.batch_rampup=null"),
+        ([8, 2, 100], 8, "cannot grow to 8", "train.batch_rampup=null"),
         ([2, 4, 100], 8, "is never 8", "'train.batch_rampup=[2, 3, 100]'"),
         ([1, 1, 100], 1000, "999 sizes", "'train.batch_rampup=[1, 9, 100]'"),
     ],

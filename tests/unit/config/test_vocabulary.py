@@ -44,7 +44,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_it_is_set_and_is_rounded(typed,
 
 def test_data_without_a_tokenizer_or_a_vocabulary_is_noted() -> None:
     _, _, notes = rows("data.path=x")
-    assert "neither data.tokenizer nor model.vocab_size: the vocabulary is 320" in notes[0]
+    assert "neither data.tokenizer nor model.vocab_size is: the vocabulary is 320" in notes[0]
     assert rows("data.path=x", "model.vocab_size=500")[2] == ()
 
 
