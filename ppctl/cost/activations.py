@@ -249,8 +249,11 @@ def _foreign_running(
     batch, length, hidden = setting.micro_batch_size, setting.seq_length, setting.hidden_bytes(model)
     inside = cost.kept.of(batch, length)
     stays = inside + (hidden if cost.keeps_input and kind.name != "embedding" else 0)
-    forward = most(cost.in_forward, batch, length)
-    backward = most(cost.in_inputs if setting.deferred else cost.in_backward, batch, length)
+    draws, back = _adapters_draws(model, kind, setting), cost.in_inputs if setting.deferred else cost.in_backward
+    forward, backward = (
+        max(most(peak, batch, length), most(cost.drawing[at], batch, length, draws))
+        for at, peak in ((0, cost.in_forward), (2 if setting.deferred else 1, back))
+    )
     if kind.name == "embedding":
         return inside + _LABEL * setting.tokens, 0.0, forward, backward
     if kind.name == "loss":  # the logits, whose gradient takes their place; blocks of them in float32
@@ -262,8 +265,7 @@ def _foreign_running(
         # The head's output counts as its forward's, but stays.
         losses = setting.wide_bytes * setting.tokens
         return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + losses)
-    draws = _adapters_draws(model, kind, setting)
-    return stays, inside + hidden, forward + draws, backward + draws
+    return stays, inside + hidden, forward, backward
 
 
 def _adapters_draws(model: ModelConfig, kind: Kind, setting: Setting) -> float:

@@ -88,7 +88,7 @@ def _model_of(
         adapted = add_adapters(blank, adapters, anatomy, dtype)
         for module in adapted.modules():
             if isinstance(module, AdapterDropout):
-                module.__class__ = _DrawsNothing
+                module.__class__ = _MeasuredDropout
         return _MeasuredModel(adapted, anatomy, kinds, hidden, dtype, True)
     count = max(kinds) + 1
     layers: Any = blank.get_submodule(anatomy.layers)
@@ -96,11 +96,22 @@ def _model_of(
     return _MeasuredModel(blank, replace(anatomy, count=count), kinds, hidden, dtype)
 
 
-class _DrawsNothing(AdapterDropout):
-    """Stands in for dropout without draws, which `cost/activations.py` counts."""
+class _MeasuredDropout(AdapterDropout):
+    """Stands in for dropout without the bytes of its draws, which `cost/activations.py` counts."""
 
     def forward(self, x: Tensor, draws: object = None) -> Tensor:
-        return super().forward(x) * self.p
+        dropped: Tensor = _Dropped.apply(super().forward(x))  # type: ignore[no-untyped-call]  # torch's own
+        return dropped
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.bernoulli(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.bernoulli(gradients[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +229,7 @@ class _MeasuredModel:
             reads=tuple(sorted(set(numbers))),
             keeps=tuple(sorted(keeps)),
             back=(halves[0], halves[1]) if self.adapted else None,
+            drawing=(beside("drawing_forward", kept), beside("drawing_backward", kept), beside("drawing_inputs", kept)),
         )
 
 
@@ -301,7 +313,9 @@ def fitted(batches: Sequence[tuple[int, int]], values: Sequence[float]) -> Growt
 def peak(batches: Sequence[tuple[int, int]], traces: Sequence[Sequence[float]]) -> Peak:
     """The moments that are the largest for some batch; `traces` are the moments of each measured batch. If other
     lengths ran other operators, moments do not correspond: then the largest of each batch count as one moment."""
-    if len({len(trace) for trace in traces}) > 1 or not traces[0]:
+    if not any(traces):
+        return ()
+    if len({len(trace) for trace in traces}) > 1:
         return (fitted(batches, [max(trace, default=0.0) for trace in traces]),)
     values = torch.tensor(traces, dtype=torch.float64).T
     values = torch.unique(values, dim=0)

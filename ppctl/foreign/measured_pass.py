@@ -26,6 +26,8 @@ from ppctl.weight_gradients.intercept import intercepting
 _aten = torch.ops.aten
 GROUPED = _aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
+_DRAWS = _aten.bernoulli.default
+"""Stands in for an adapter's dropout; no other code draws, since models with dropout are refused."""
 
 
 @contextmanager
@@ -161,9 +163,13 @@ class PassCosts:
         """Live bytes when the forward begins, beside tables and input."""
         self.forward = whole.forward
         """Live bytes by operator, beside tables and input, in the forward; fields for the backward are alike."""
+        self.drawing_forward = whole.drawing
+        """The part of `forward` at which dropout draws; fields for the backward are alike."""
         self.backward = whole.backward()
+        self.drawing_backward = whole.live.drawing
         split = _Pass(stage, given, DeferredGradients(stage.whole))
         self.inputs = split.backward()
+        self.drawing_inputs = split.live.drawing
         self.waiting, self.weights = split.weights()
         self.flops, self.input_flops, self.weight_flops = (
             float(each.get_total_flops()) for each in (whole.counter, split.of_inputs, split.of_weights)
@@ -194,7 +200,9 @@ class _Pass:
             stage.call_decoder_as([lambda *called: self._watched(lambda: layer(*called), called)])
         with self.live, self._collecting():
             self.output, *_ = stage(given) if layers else self._watched(lambda: stage(given), ())
-        self.forward = [value - self.before for value in self.live.trace]
+        self.forward, self.drawing = (
+            [value - self.before for value in each] for each in (self.live.trace, self.live.drawing)
+        )
 
     def _watched(self, run: Callable[[], Any], called: Any) -> Any:
         """Run a forward and return its result. Note in `kept` the bytes of each storage that autograd saves, except the
@@ -206,7 +214,7 @@ class _Pass:
             self.live.forget(storage)
         self.live.look()
         self.before = self.live.trace[-1]
-        self.live.trace.clear()
+        self.live.begin()
 
         kept, alive = dict[int, float](), dict[int, weakref.ref[Any]]()
 
@@ -225,7 +233,7 @@ class _Pass:
 
     def backward(self) -> list[float]:
         """Run the backward, or its I; return the live bytes by operator, without the output, which others hold."""
-        self.live.trace.clear()
+        self.live.begin()
         self.live.forget(storage_of(self.output))
         if self.stage.ends and self.stage.adapted:
             return self._backward_of_loss()
@@ -237,7 +245,7 @@ class _Pass:
         if self.deferred is not None and self.deferred.keeps([gradient]):  # the last products read it in W
             self.waiting = float(gradient.untyped_storage().nbytes())
         del gradient, self.output
-        return list(self.live.trace)
+        return self.live.trace
 
     def _backward_of_loss(self) -> list[float]:
         """Run the backward of a loss; return the live bytes by operator. The logits' gradient takes the logits' place,
@@ -246,7 +254,7 @@ class _Pass:
             loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
             del self.output
             loss.backward()
-        return list(self.live.trace)
+        return self.live.trace
 
     def weights(self) -> tuple[float, list[float]]:
         """Run W; return (bytes that wait for W, live bytes by operator of W), without the message that I sends."""
@@ -255,7 +263,7 @@ class _Pass:
             self.live.forget(storage_of(self.given.grad))
         self.live.look()
         waiting, arrived = self.live.trace[-1] + self.waiting, self.waiting
-        self.live.trace.clear()
+        self.live.begin()
         with self.of_weights, self.live:
             self.deferred.deliver()
         return waiting, [value + arrived for value in self.live.trace]
@@ -284,7 +292,11 @@ class _Live(OperatorMode):
         super().__init__()
         self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.size = 0
-        self.trace: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new trace, and in `drawing` its moments at which dropout draws."""
+        self.trace, self.drawing = list[float](), list[float]()
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = {storage_of(tensor) for tensor in tensors_of((args, kwargs))}
@@ -293,6 +305,8 @@ class _Live(OperatorMode):
             if storage_of(tensor) not in given:
                 self._note(tensor.untyped_storage())
         self.look()
+        if func is _DRAWS:
+            self.drawing.append(self.trace[-1])
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:

@@ -16,7 +16,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.geometry.rows import Parameter
 from ppctl.records.json_reader import read
 
-VERSION = 3
+VERSION = 4
 """Version of the text; a model described by an older version is described again."""
 
 
@@ -41,9 +41,10 @@ Peak = tuple[Growth, ...]
 """The moments that may have the most bytes; the sequences decide which one has them."""
 
 
-def most(peak: Peak, sequences: int, length: int) -> float:
-    """Return the bytes of the largest moment of a peak, for `sequences` sequences of `length` tokens; at least 0."""
-    return max((0.0, *(moment.of(sequences, length) for moment in peak)))
+def most(peak: Peak, sequences: int, length: int, more: float = 0.0) -> float:
+    """Return the bytes of the largest moment of a peak, for `sequences` sequences of `length` tokens, with `more` at
+    each moment; at least 0."""
+    return max((0.0, *(moment.of(sequences, length) + more for moment in peak)))
 
 
 class LayerCost(NamedTuple):
@@ -72,6 +73,9 @@ class LayerCost(NamedTuple):
     back: tuple[Growth, Growth] | None = None
     """Operations of both halves of a backward, for the input's gradient and for weights'. None if all weights are
     trained: together twice the forward's."""
+    drawing: tuple[Peak, Peak, Peak] = ((), (), ())
+    """The moments of `in_forward`, `in_backward` and `in_inputs` at which dropout of adapters draws, without the bytes
+    of its draws."""
 
 
 class PartCosts(NamedTuple):
@@ -108,7 +112,7 @@ def measured_for(measured: Sequence[PartCosts], element: int, length: int) -> Pa
     return chosen if width == element else _scaled(chosen, element / width)
 
 
-_BYTES_OF_LAYER = ("kept", "in_forward", "in_backward", "in_inputs", "deferred", "in_weights")
+_BYTES_OF_LAYER = ("kept", "in_forward", "in_backward", "in_inputs", "deferred", "in_weights", "drawing")
 _BYTES_OF_PARTS = ("tables", "before", "first", "last", "layers")
 """Fields whose numbers are bytes, or records that have such fields."""
 

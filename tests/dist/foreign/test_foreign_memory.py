@@ -76,6 +76,7 @@ SAMPLE_ADAPTED = [
     ("Llama", "split", "float32", "second"),
     ("Llama", "split, vpp=2", "float32", "second"),
     ("Llama", "split", "float32", "dropped, behind an embedding"),
+    ("Llama", "recomputed", "bfloat16", "dropped, behind an embedding"),
 ]
 
 

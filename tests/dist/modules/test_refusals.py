@@ -141,7 +141,7 @@ CASES = {
     "chunks": Case("PP-E305", "1f1b runs one chunk", parts(*PARTS[4])),
     "too few": Case(
         "PP-E304",
-        "at least 4 microbatches",
+        "needs 4 or more microbatches",
         dict(parts(*PARTS[4]), pp_schedule="dualpipev", pp_microbatch_size=4),
     ),
     "file": Case("PP-E216", "cannot be read", dict(parts(*GOOD), pp_schedule_csv="nowhere.csv")),

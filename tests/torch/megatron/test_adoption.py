@@ -120,8 +120,8 @@ def test_before_megatron_is_loaded_it_is_refused():
     ("arguments", "code", "words"),
     [
         ({"schedule": "zb_h3"}, "PP-E304", "there is no schedule 'zb_h3'"),
-        ({"schedule": "interleaved_1f1b", "memory": 2.0}, "PP-E396", "memory is for the schedule that is searched"),
-        ({"schedule": "auto", "memory": 0}, "PP-E396", "memory is 0"),
+        ({"schedule": "interleaved_1f1b", "memory": 2.0}, "PP-E396", "memory is only for a schedule that is searched"),
+        ({"schedule": "auto", "memory": 0}, "PP-E396", "memory must be above 0"),
         ({"schedule": "no/such.csv"}, "PP-E216", "cannot be read"),
         ({"schedule": "zb_h1"}, "PP-E305", "zb_h1 runs one chunk per rank"),
         ({"schedule": "LINES"}, "PP-E216", "2 stages on 2 rows, but pp 4 x vpp 2 = 8"),

@@ -62,7 +62,7 @@ def test_auto_goes_by_node_wherever_it_can(dispatch, per_node):
 
 def test_sums_of_whole_runs_alone_are_made_on_a_node():
     halves = config_of("auto", 1, model(16, 4, 4, 2))
-    assert "4 do not spread over 8" in dispatch_obstacle(halves, ParallelSizes(8, dp=8, ep=8))
+    assert "8 nodes cannot share 4 evenly" in dispatch_obstacle(halves, ParallelSizes(8, dp=8, ep=8))
     assert dispatch_nodes(halves, ParallelSizes(8, dp=8, ep=8)) == 1
 
 

@@ -152,7 +152,7 @@ def test_too_few_microbatches_for_dualpipev_are_refused_with_what_is_enough(valu
     start = config_values(pp=2, vpp=2, **values)
     (problem,) = problems_of(start)
     assert problem.code == "PP-E304"
-    assert "at least 4 microbatches, not 2" in problem.message
+    assert "needs 4 or more microbatches" in problem.message
     assert problem.remedy.splitlines() == remedies
     assert all(problems_of(start.overridden(parse_overrides(line))) == () for line in remedies)
 
