@@ -61,7 +61,7 @@ def test_another_version_of_the_library_than_the_one_that_was_proved_is_told(tmp
     found = described("Llama", tmp_path)
     assert other_version(config_with(found)) is None and other_version(ModelConfig()) is None
     said = other_version(config_with(found._replace(transformers="5.0.0")))
-    assert said is not None and f"transformers 5.0.0, and {found.transformers} is installed" in said
+    assert said is not None and f"transformers 5.0.0, but {found.transformers} is installed" in said
 
 
 def test_layers_are_told_apart_by_structure(tmp_path: Path) -> None:
