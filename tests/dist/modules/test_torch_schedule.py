@@ -310,7 +310,7 @@ def test_what_torchs_stages_cannot_do_is_refused_by_name_on_all_ranks() -> None:
     assert "there is no schedule 'one_f'" in one[4] and "stages are this rank's stages" in one[5]
     assert "memory is only for a schedule that is searched for" in one[6]
     for found in run_ranks(refused, 2, "tensors"):
-        assert found[0].startswith("PP-E130") and "sends tensor 1, torch.int64 [2], without a gradient" in found[0]
+        assert found[0].startswith("PP-E130") and "sends tensor 1, torch.int64 [2], requires no gradient" in found[0]
 
 
 @pytest.mark.whole

@@ -137,7 +137,7 @@ WIDE = "model.ffn_hidden_size=32 model.num_query_groups=2"
         ("model.kernels=[no_such_module:x]", "cannot be imported"),
         ("model.kernels=[own_kernels:no_such_name]", "cannot be imported"),
         ("model.kernels=[own_kernels:attend]", "is no ppctl.Kernel, but function"),
-        ("model.kernels=[own_kernels:attention] cp=2", "not asked with parallel.context_parallel_size=2"),
+        ("model.kernels=[own_kernels:attention] cp=2", "never called with parallel.context_parallel_size=2"),
         ("model.kernels=[own_kernels:attention] model.attention_dropout=0.1", "model.attention_dropout=0.1"),
         ("model.kernels=[own_kernels:attention] model.attention_backend=flash", "model.attention_backend=flash"),
         (
