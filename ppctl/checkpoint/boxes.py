@@ -90,8 +90,8 @@ def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
 def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
     """Return the fault of sorted boxes; cached, because a model's layers and their moments share a few divisions.
 
-    Corners get signs, opposite for neighbours. If boxes neither overlap nor leave anything out, their signed corners
-    add up to those of the whole tensor. Comparing boxes in pairs would take too long.
+    Corners get signs, opposite for neighbours. Only if boxes neither overlap nor leave anything out do their signed
+    corners add up to those of the whole tensor. Comparing boxes in pairs would take too long.
     """
     for box in boxes:
         if any(end > extent for end, extent in zip(box.end, shape, strict=True)) or min((0, *box.offset)) < 0:

@@ -172,7 +172,7 @@ def listed(listing: Mapping[str, Any]) -> str:
 
 
 def verified(report: Mapping[str, Any]) -> str:
-    """The text of `verify`: which files were read, and the verdict."""
+    """The text of `verify`: how much was read, and the verdict."""
     looked = "sizes, headers and seal" if report["quick"] else f"{size_text(report['bytes_read'])} of values read"
     count = len(report["problems"])
     end = "good" if not count else f"{count} problem{'s' if count > 1 else ''}, on stderr"
@@ -180,7 +180,7 @@ def verified(report: Mapping[str, Any]) -> str:
     if report["loadable"] is not None:
         lines.append(f"  {'every' if report['loadable'] else 'not every'} name, shape and dtype fits that run")
     if report["position"] is not None and report["loadable"]:
-        lines.append(f"  it would go on in its data after {report['position']:,} samples")
+        lines.append(f"  training would go on after {report['position']:,} samples")
     return "\n".join(lines)
 
 

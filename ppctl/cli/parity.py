@@ -136,7 +136,8 @@ def _show_step(line: str) -> None:
 
 
 def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argparse.Namespace) -> _Side:
-    """Train the run to its end. Raises SystemExit for a signal, ConfigError (PP-E646) if it keeps no step."""
+    """Train the run to its end. Raises SystemExit for a signal, ConfigError (PP-E646) if it fails before
+    it keeps a step."""
     config = with_value(config, "log", dir=str(root), name=name)
     note(f"{_NAMES[name]}: {_sizes_text(plan)}")
     run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))

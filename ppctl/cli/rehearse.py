@@ -279,9 +279,7 @@ def _kept(rehearsal: Rehearsal) -> _Part:
         more = max(memory.in_forward - memory.kept, 0), memory.in_backward
         rows.setdefault((*map(_MIB.of, pair), _difference(*pair), *map(_MIB.of, more)), []).append(memory.stage)
     head = ["stage", "planned", "measured", "difference", "more in F", "more in B"]
-    text = (
-        "Activations of a microbatch in MiB: kept from forward to backward, and what is needed on top while these run"
-    )
+    text = "Activations of a microbatch in MiB: kept from forward to backward, and what each needs on top while it runs"
     return [text], aligned([head, *([", ".join(spans(stages)), *cells] for cells, stages in rows.items())], right=6)
 
 

@@ -119,7 +119,7 @@ def _missing(model: ModelConfig) -> dict[str, str]:
 
 
 def offloading(config: RunConfig) -> Iterator[Finding]:
-    """Findings about idle `cpu_offloading`. Unlike Megatron, ppctl allows several stages and recomputation."""
+    """Findings about `cpu_offloading` that moves nothing. Unlike Megatron, ppctl allows several stages."""
     parallel = config.parallel
     if not parallel.cpu_offloading_activations:
         message = f"without {_ACTIVATIONS} there is nothing that {SWITCH} could move"

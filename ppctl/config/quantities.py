@@ -24,7 +24,8 @@ def seconds(text: str) -> int:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of `30`, `30:00`, `12:00:00`, `2-12`, `2-12:00:00`; None for UNLIMITED. Raises ValueError."""
+    """Seconds of `30` or `30:00` (minutes), `12:00:00`, `2-12` or `2-12:00:00` (days); None for UNLIMITED. Raises
+    ValueError."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     match = _SLURM.fullmatch(text.strip())

@@ -207,8 +207,8 @@ def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
 def _router_logits(
     config: Any, directory: Path, anatomy: Anatomy, size: int, layers: Iterable[int]
 ) -> RouterLogits | None:
-    """The form of the logits that routers record for the model's own loss, from one layer of each kind; None without
-    routers. Raises ConfigError (PP-E528) if messages cannot carry them."""
+    """The form of the logits that routers record for the model's own loss; None without routers. `layers` has one of
+    each kind. Raises ConfigError (PP-E528) if messages cannot carry them, or routers cannot be watched."""
     routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
     try:
         logits = {router_logits(config, anatomy, index, size) for index in routed}
@@ -292,9 +292,9 @@ def _tells(values: Sequence[Any], layers: int) -> bool:
 
 
 def training_of(layers: Sequence[Sequence[Parameter]], *, before: bool = False) -> list[Traits]:
-    """Return for each layer of a model with frozen weights how its backward differs from a full one: no backward before
-    the first trained layer, no gradient of the input in that layer (unless something `before` the layers is trained),
-    only the gradient of the input in later layers without trained weights."""
+    """Return for each layer of a model with frozen weights the part of a full backward that it has: none before
+    the first trained layer, the gradients of its weights in that layer (all if something `before` the layers is
+    trained), the gradient of its input in later layers without trained weights. Something must be trained."""
     trained = [any(row.gradient != "none" for row in rows) for rows in layers]
     first = -1 if before else trained.index(True)
     traits: list[Traits] = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.foreign.miniature import line_of
 from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy
 from ppctl.model.dropout import Draws, Dropout
@@ -21,7 +22,7 @@ _NAME = "default"
 def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: torch.dtype) -> nn.Module:
     """Put peft's modules around the targets of `model` in place, freeze all else except modules trained whole, and give
     the adapters `dtype`; return the model. Raises ConfigError: PP-E540 for modules that are missing or cannot be
-    trained like this, PP-E541 without peft, PP-E542 in peft's words for modules that peft does not adapt."""
+    adapted or trained whole, PP-E541 without peft, PP-E542 in peft's words for modules that peft does not adapt."""
     try:
         import peft
     except ImportError as missing:
@@ -40,7 +41,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
             warnings.simplefilter("ignore")
             injected: Any = peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
-        message = f"peft cannot adapt a module of model.lora.targets: {str(error).splitlines()[0]}"
+        message = f"peft cannot adapt a module of model.lora.targets: {line_of(error)}"
         remedy = pasted(f"model.lora.targets=[{','.join(_known(model, anatomy)[:2])}]")
         raise ConfigError(Problem("PP-E542", message, remedy, "model.lora")) from error
     for parameter in injected.parameters():

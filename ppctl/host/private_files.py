@@ -50,7 +50,7 @@ def _names() -> re.Pattern[str]:
 @contextmanager
 def own_directory(place: Path | None = None) -> Iterator[Path]:
     """A new directory with a random name in `place` (default: the temporary directory), removed at the end. First
-    removes those that killed processes of this user left in `place`: their locks are free. Raises ConfigError (PP-E649)
+    removes what killed processes of this user left in `place`, whose locks are free. Raises ConfigError (PP-E649)
     if the directory cannot be made."""
     try:
         place = place or Path(tempfile.gettempdir())

@@ -142,9 +142,9 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def allocator_variables(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
     """Variables that make a rank's C library keep each large host tensor on huge pages of its own.
 
-    Otherwise glibc would keep them on its heap, where a freed aligned block is too small for the next block of the same
-    size, so that the peak grows with the microbatches (decision 9). Memory on separate pages is returned when it is
-    freed. Without huge pages, page faults would double a stage's CPU time: then nothing is set.
+    Otherwise glibc would keep them on its heap, where a freed block is too small, once aligned, for the next one of the
+    same size, so that the peak grows with the microbatches (decision 9). Memory on separate pages is returned when it
+    is freed. Nothing is set without huge pages: page faults would double a stage's CPU time.
     """
     try:
         choice = huge_pages.read_text()

@@ -70,7 +70,7 @@ def _loss(rules: Rules) -> Iterator[Problem]:
     losses = list(rules.find("L"))
     last = len(rules.stages) - 1
     if not losses:
-        yield Problem("PP-E014", "the layout has no loss: it ends with L", place=rules.source.place(last))
+        yield Problem("PP-E014", "the layout has no loss: L must be its last layer", place=rules.source.place(last))
     elif losses[-1] != (last, len(rules.stages[last]) - 1):
         message = f"the loss (L) must be the last layer of the last stage, {last}; here it is in stage {losses[-1][0]}"
         if losses[-1][0] == last:

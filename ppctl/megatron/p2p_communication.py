@@ -373,7 +373,7 @@ class P2PCommunicator(Communicator):
 
     def _swap(self, send: str, receive: str, sent: Tensors, shapes: Any, at_the_end: bool) -> Any:
         """Send one tensor or several, and receive one for each from the same rank: a tensor for a tensor, a list for a
-        list. At the pipeline's end None stands for each tensor that would have been received."""
+        list. At the pipeline's end nothing is sent, and None stands for each tensor to receive."""
         if at_the_end:
             return [None] * min(len(sent), len(_shapes_in(shapes))) if isinstance(sent, list) else None
         got = []

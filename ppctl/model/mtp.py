@@ -54,7 +54,8 @@ class PredictionModule(nn.Module):
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        """The hidden state one token further on; the other arguments are a decoder layer's."""
+        """The hidden state [b, s, hidden] for one token further on, from `hidden` and the next tokens, `embedded` (both
+        of that shape). The other arguments are a decoder layer's."""
         embedded = self.after_embedding(embedded, draws)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         out: Tensor = self.norm(self.layer(x, turns, documents, draws))

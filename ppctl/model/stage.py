@@ -175,7 +175,8 @@ class StageModule(nn.Module):
                 module.split = split
 
     def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
-        """Have the tokens at this place of every sequence; layers attend to the others by their `cp_comm_type`s."""
+        """Give this stage only `place`'s tokens of every sequence, before its first forward; each layer reaches the
+        other tokens in the one of `ways` that its `cp_comm_type` names."""
         self.context = place
         for layer, module in self.decoder_layers().items():
             attention = module.get_submodule("attention")

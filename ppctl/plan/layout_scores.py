@@ -67,8 +67,8 @@ class Space:
                         yield candidate
 
     def moves(self, candidate: Candidate, sources: Iterable[int] | None = None) -> Iterator[Candidate]:
-        """Candidates with one decoder layer fewer in a stage of `sources` (None: in any) and one more in another, which
-        shifts the layers between, or with the MTP layers in another stage."""
+        """Candidates with one decoder layer fewer in a stage of `sources` (None: in any) and one more in another
+        that may have it, and those with the MTP layers in another stage."""
         counts, home = candidate
         for source in range(self.num_stages) if sources is None else sources:
             if counts[source] == 0:

@@ -41,7 +41,7 @@ class RankKind(NamedTuple):
 
 
 def kinds_of(config: RunConfig, plan: Plan) -> tuple[RankKind, ...]:
-    """The kinds of ranks, in the order of their first pp_rank. Ranks of one pp_rank hold the same sizes."""
+    """The kinds of ranks, by their lowest pp_rank. Ranks of one pp_rank hold the same sizes; the fullest come first."""
     alike: dict[Hashable, list[int]] = {}
     for cost in plan.pp_ranks:
         own = [stage for stage in plan.stages if stage.pp_rank == cost.pp_rank]

@@ -216,7 +216,7 @@ class _PlacementSearch:
         return results
 
     def _within(self) -> str:
-        """The limits of the search in words: the typed value, and the same in the other unit."""
+        """The limits of the search in words: the memory as typed, and in GiB or in parts of what 1F1B keeps."""
         asked, parts = self.values[MEMORY], [] if self.device is None else [LIMIT]
         if asked is not None:
             unit = unit_of_memory(self.task.sizes, self.task.placement.pp, self.task.num_microbatches)

@@ -115,7 +115,7 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
         run.write_profile(costs)
     start = slurm_start()
     if outcome.stopped and start is not None and outcome.why != ASKED_WORDS:
-        run.write_requeue_mark(start, str(outcome.why))  # before the result: without the mark a result ends the job
+        run.write_requeue_mark(start, str(outcome.why))  # first, because a result without this mark ends the job
     run.write_result(
         {
             "state": state,

@@ -159,8 +159,8 @@ def call_roll(
 
     `digest` stands for the run that this rank has. All times are in seconds: ranks have `patience` to come, hosts
     `edge_limit` to reach each other. Hosts of ranks that will exchange messages (`pairs`, asked on rank 0) try each
-    other, and others as `_tried_by_host` says. Every rank raises the same error: TrainingError (PP-E709) if some did
-    not come, ConfigError (PP-E742) if they have different runs, DeadEdge (PP-E707) if one host does not reach another.
+    other; `_tried_by_host` has what else each tries. Every rank raises the same error: TrainingError (PP-E709) if some
+    did not come, ConfigError (PP-E742) if runs differ, DeadEdge (PP-E707) if a host does not reach another.
     """
     server, address = listen()
     with server:

@@ -66,8 +66,8 @@ def multiplies(func: Any) -> bool:
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """The least bytes that an operation's kernel reads and writes: each operand and each result once; expanded operands
-    with their elements in memory, looked-up tables with the rows in the result."""
+    """The least bytes that an operation's kernel reads and writes: each operand and each result once. An
+    expanded operand counts its elements in memory, a looked-up table the rows in the result."""
     written = sum(_size(tensor) for tensor in tensors_of(result))
     if func._opname in _WRITES_ONLY:
         args = args[1:]

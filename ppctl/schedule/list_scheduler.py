@@ -134,7 +134,8 @@ class OrderByRule(_StepInProgress):
         self.after_gradient = [False] * lanes.placement.pp
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """Return (the lane that the rule picks, `now`), or (-1, the time at which to call again)."""
+        """Return (the lane that the rule picks, `now`), or (-1, the time at which to call again). The choice counts as
+        made: the next one alternates with it."""
         forward, next_forward, held_up = self._first(_F, pp_rank, now)
         gradient, next_gradient, _ = self._first(_I, pp_rank, now)
         weights, _, _ = self._first(_W, pp_rank, now)

@@ -93,14 +93,14 @@ def nothing_fits(whole: Whole, nodes: int) -> Problem:
 
 
 def _fewer_replicas(whole: Whole, nodes: int) -> tuple[Remaining | None, str]:
-    """(the present cut with the most replicas that work, why not with more). Where one schedule call of more
-    microbatches does not work, several calls of the present number may."""
+    """(the present cut with the most replicas that work, why not with more). If one schedule call with more
+    microbatches does not work, several calls with the present number are tried."""
     layout = {"layout": whole.plan.layout} if whole.values["layout"] == AUTO else {}
     calls = {CALL: whole.plan.num_microbatches * whole.values["mbs"]}
     replica, why = whole.plan.sizes.world // whole.plan.sizes.dp, ""
     for used in range(nodes, 0, -1):
         if used * whole.per_node % replica:
-            why = why or f"{used} x {whole.per_node} ranks are no whole number of replicas of {replica}"
+            why = why or f"{used} x {whole.per_node} ranks are no multiple of the {replica} of a replica"
             continue
         for words in (layout, layout | calls):
             values = whole.on(used).overridden(words)
@@ -108,7 +108,7 @@ def _fewer_replicas(whole: Whole, nodes: int) -> tuple[Remaining | None, str]:
             plan = None if obstacle else plan_alone(values)
             if plan is not None and not plan.problems:
                 return Remaining(used, _changed(whole, values), plan, why), why
-            why = why or obstacle
+            why = why or obstacle or (plan.problems[0].message if plan is not None else "")
     return None, why
 
 

@@ -261,8 +261,8 @@ class Saves(Callback):
         end.checkpoint = self._path or end.checkpoint
 
     def close(self, error: BaseException | None) -> None:
-        """End saving. If the run fails with `error`, a save under way gets `SETTLE` seconds to become complete; else
-        the copies in memory are deleted."""
+        """End saving. If the run failed, a save under way gets `SETTLE` seconds to become complete; if `error` is
+        None, the copies in memory are deleted; if it is no Exception, such as Ctrl-C, neither."""
         if self._background is None:
             return
         if isinstance(error, Exception):

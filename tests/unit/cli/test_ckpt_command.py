@@ -100,7 +100,7 @@ def test_a_checkpoint_is_compared_with_the_plan_of_another_run(
     state = {"consumed_samples": 1200, "seq_length": config.data.seq_length, "seed": 7}
     placed = save(tmp_path / "placed", 2, tensors, state=state)
     code, out, _ = output(capsys, "verify", placed, "--for", *TINY, "train.seed=7")
-    assert code == 0 and "it would go on in its data after 1,200 samples" in out
+    assert code == 0 and "training would go on after 1,200 samples" in out
     code, out, err = output(capsys, "verify", placed, "--for", *TINY)
     assert code == 3 and "PP-E741" in err and "try: train.seed=7" in err and "1,200" not in out
     code, out, err = output(capsys, "verify", path, "--for", *TINY[1:], "model.num_layers=3")

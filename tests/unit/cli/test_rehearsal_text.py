@@ -84,8 +84,8 @@ pp_rank  planned  measured  difference  at   from
 0         108.12    108.12       equal  0B0  rank 0
 1          93.51     93.51       equal  1B0  rank 1
 
-Activations of a microbatch in MiB: kept from forward to backward, and what is
-  needed on top while these run
+Activations of a microbatch in MiB: kept from forward to backward, and what each
+  needs on top while it runs
 stage  planned  measured  difference  more in F  more in B
 0        15.30     15.30       equal       1.00       2.00
 1        16.43     16.43       equal       1.00       2.00
@@ -132,8 +132,8 @@ State in MiB, where it is not as planned
 rank 0 weights     2.97      7.74   +4.77 MiB
 rank 1 weights     2.97      7.74   +4.77 MiB
 
-Activations of a microbatch in MiB: kept from forward to backward, and what is
-  needed on top while these run
+Activations of a microbatch in MiB: kept from forward to backward, and what each
+  needs on top while it runs
 stage  planned  measured  difference  more in F  more in B
 0        15.30     20.07     +31.16%       1.00       2.00
 1        16.43     21.19     +29.03%       1.00       2.00
