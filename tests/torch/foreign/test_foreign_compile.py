@@ -46,7 +46,7 @@ def run(stage: ForeignStage) -> dict[str, Tensor]:
 
 
 @pytest.mark.whole  # the compiler takes half a minute
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Mixtral"])
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_a_compiled_stage_agrees_to_a_millionth(kind: str, recomputed: bool) -> None:

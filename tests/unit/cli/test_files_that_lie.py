@@ -150,7 +150,7 @@ MOST = pytest.mark.parametrize(
     "most",
     [
         pytest.param(SEEDED, id="False"),
-        pytest.param(10 * SEEDED, id="more", marks=[pytest.mark.whole, pytest.mark.timeout(900)]),
+        pytest.param(10 * SEEDED, id="more", marks=[pytest.mark.whole, pytest.mark.timeout(480)]),
         *(
             pytest.param(
                 slice(part, None, 4), id=f"True{part or ''}", marks=[pytest.mark.soak, pytest.mark.timeout(480)]
