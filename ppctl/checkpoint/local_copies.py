@@ -105,39 +105,36 @@ class LocalCopies:
         chosen, me = self.survey.chosen, self.ranks.rank
         assert chosen is not None
         source, kept = chosen.sources[me]
-        wanted = [to for to, (source_rank, _) in enumerate(chosen.sources) if source_rank == me and (to != me or kept)]
-
+        what, values = "read copies in memory", _tensor(memory.bytes)
         asked: dict[int, tuple[bytes, Tensor]] = {}
 
         def read() -> None:
-            for to in wanted:
+            for to in (to for to, (source_rank, _) in enumerate(chosen.sources) if source_rank == me):
                 copy = LocalCopy(self.directory, to, kept=chosen.sources[to][1])
-                asked[to] = copy.text(), _tensor(memoryview(copy.mapped()))
+                there = to == me and not kept
+                asked[to] = copy.text(), values if there else _tensor(memoryview(copy.mapped()))
 
-        what, values = "read copies in memory", _tensor(memory.bytes)
         # All ranks have what they send before the first message: none waits for a rank that has failed.
         self.ranks.agree(what, read, lambda _: None)
         sent = [each for to, (text, data) in asked.items() if to != me for each in _send(to, text, data, self.ranks)]
         if source != me:
             text = _receive(source, values, self.ranks)
-        elif kept:
-            text, data = asked[me]
-            values.copy_(data)
         else:
-            text = self.own.text()
+            text, data = asked[me]
+            if kept:
+                values.copy_(data)
         for work, _ in sent:
             work.wait()
-        record = LocalRecord.of(text)
 
         def take() -> bool:
-            moved = kept or source != me
-            if moved and not local_copy.is_of(record, memory.bytes):
+            if source == me and not kept:
+                return True
+            if not local_copy.is_of(LocalRecord.of(text), memory.bytes):
                 return False
-            if moved:
-                self.own.keep(text)
+            self.own.keep(text)
             return True
 
-        return record if self.ranks.agree(what, take, all, each=bool, result=bool) else None
+        return LocalRecord.of(text) if self.ranks.agree(what, take, all, each=bool, result=bool) else None
 
     def settle(self, used: HostMemory | None) -> None:
         """Prepare for training, which begins from the values in `used`, or from the disk if that is None; called by all

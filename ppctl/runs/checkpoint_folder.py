@@ -20,6 +20,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,13 +240,14 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 def prepare(directory: Path, step: int) -> Path:
     """Make the empty directory into which `step` is written, after removing the remains of crashed saves. A directory
-    in the place of the link `latest` is renamed to latest.old."""
+    in the place of the file `latest` is renamed to latest.old, or to latest.old-2 and so on if that exists."""
     directory.mkdir(parents=True, exist_ok=True)
     sweep(directory)
     pointer = directory / LATEST
     if pointer.is_dir() and not pointer.is_symlink():
         # Not a checkpoint, and in the way. Its owner may need it: it is moved, not deleted.
-        pointer.rename(pointer.with_suffix(_OLD))
+        aside = (pointer.with_suffix(_OLD + (f"-{number}" if number > 1 else "")) for number in count(1))
+        pointer.rename(next(path for path in aside if not os.path.lexists(path)))
     path = temporary_path(directory, step)
     path.mkdir()
     return path

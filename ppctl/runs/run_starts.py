@@ -131,7 +131,9 @@ def _text(path: Path, *, reported: bool) -> str:
 
 
 def begin_start(run: RunDir, name: str) -> None:
-    """Prepare the start `name` of a submitted run: delete the last result and heartbeats, keep failures as errors-N."""
+    """Prepare the start `name` of a submitted run: delete the last result and heartbeats, keep failures as errors-N.
+    Raises OSError; ConfigError (PP-E559) if one of its files is no file."""
+    run.check_files()
     write_atomically(run.path / "life", name)
     (run.path / "result.json").unlink(missing_ok=True)
     if run.errors():

@@ -26,7 +26,7 @@ from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan.plan import _digest_of
 from ppctl.records.rank_records import RankFailure
 from ppctl.runs import fence
-from ppctl.runs.run_starts import hold
+from ppctl.runs.run_starts import begin_start, hold
 from ppctl.runs.rundir import RunDir, warn
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "run"
@@ -333,6 +333,8 @@ def test_what_a_start_adds_to_or_copies_has_an_end(run: RunDir, name: str) -> No
         odd(run.path / name)
         with pytest.raises(ConfigError, match="PP-E559"):
             go_on(run, launch, None)
+        with pytest.raises(ConfigError, match="PP-E559"):  # a submitted run, whose own starts write the rest
+            begin_start(run, "7.1")
         clear(run.path / name)
 
 

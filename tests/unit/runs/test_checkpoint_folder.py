@@ -63,6 +63,10 @@ def test_a_save_over_a_directory_called_latest_keeps_what_is_in_it(tmp_path: Pat
     save(tmp_path, 8, MARK)
     assert (tmp_path / LATEST).read_text() == "step-8\n"
     assert mark_of(tmp_path / "latest.old") == "someone's own"
+    SAVES["after `latest` became a directory"].begin(tmp_path)
+    save(tmp_path, 12, MARK)
+    assert (tmp_path / LATEST).read_text() == "step-12\n"
+    assert [mark_of(tmp_path / name) for name in ("latest.old", "latest.old-2")] == ["someone's own"] * 2
 
 
 @pytest.mark.parametrize("name", STRANGE)
