@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -52,6 +53,11 @@ def _escape(number: int) -> str:
 def pasted(*words: object) -> str:
     """Words of a remedy quoted for a shell, also with blanks, quotes and control characters, in one line."""
     return " ".join(map(_quoted, map(str, words)))
+
+
+def pip_install(package: str) -> str:
+    """The remedy for a package, or an extra such as `ppctl[lora]`, that this Python lacks."""
+    return f"{pasted(sys.executable)} -m pip install {pasted(package)}"
 
 
 def _quoted(word: str) -> str:

@@ -27,7 +27,7 @@ from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator, kept_queue
 from ppctl.config.launch_config import LaunchConfig
 from ppctl.config.schema import RunConfig
-from ppctl.errors import PpctlError, Problem, pasted
+from ppctl.errors import PpctlError, Problem, pasted, pip_install
 from ppctl.hang.progress import Limits
 from ppctl.host.devices import machines
 from ppctl.host.private_files import own_directory, shared_memory
@@ -112,8 +112,8 @@ def adapt_to_machine(
     device = choose_device(_asked_device(config, plan), ranks_here, os.environ, share=share)
     problems = list(other_size_of_nodes(config.launch, world)) if started.by == "node" else []
     if find_spec("torch") is None:
-        remedy = f"{pasted(sys.executable)} -m pip install torch"
-        problems.append(Problem("PP-E604", "torch is not installed here, but training needs it", remedy))
+        message = "torch is not installed here, but training needs it"
+        problems.append(Problem("PP-E604", message, pip_install("torch")))
     else:
         problems += absent_for(config.model)
         if other := other_version(config.model):

@@ -86,8 +86,8 @@ class KubernetesConfig:
     shm: str = key("8GiB", MEMORY, jobs="kubernetes")
     """Size of /dev/shm, which is memory: NCCL, gloo and copies in memory (checkpoint.local) use it."""
     grace: int | None = key(None, positive(7 * 24 * 3600), jobs="kubernetes")
-    """Seconds that a pod has to end when it is asked to, in which its ranks save; none: two saves, three steps and a
-    minute, with measured times if the run has saved before, else with planned ones."""
+    """Seconds that a pod has to end when it is asked to, in which its ranks save; none: two saves, three steps and
+    70 s, with measured times if the run has saved before, else with planned ones."""
 
 
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 
 from ppctl.config.batch_sizes import MICRO_BATCH
 from ppctl.config.keys import Finding, keys_with, names_of_keys
 from ppctl.config.quantities import rollback_of, slurm_seconds, steps_of
 from ppctl.config.schema import RunConfig
-from ppctl.errors import Problem, pasted
+from ppctl.errors import Problem, pip_install
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -130,5 +129,4 @@ def _arguments(key: str, arguments: Sequence[str]) -> Iterator[Finding]:
 def not_installed(switch: str) -> Problem:
     """The problem (PP-E704) of a tracker that the key `switch` turns on, but whose package is not installed."""
     package = switch.partition(".")[2]
-    remedy = f"{pasted(sys.executable)} -m pip install {package}"
-    return Problem("PP-E704", f"{switch} is on, but {package} is not installed", remedy, switch)
+    return Problem("PP-E704", f"{switch} is on, but {package} is not installed", pip_install(package), switch)

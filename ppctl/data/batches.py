@@ -235,5 +235,5 @@ def check_same_samples(step: int, checksums: Mapping[int, int]) -> None:
         return
     seen = ", ".join(f"rank {rank}: {value:08x}" for rank, value in sorted(checksums.items()))
     message = f"the ranks that read data drew different samples for step {step}: their inputs and labels do not belong"
-    remedy = "compare data_digest of the ranks in their logs: same files and same Python on every host"
+    remedy = "compare the data files and the version of Python on the hosts of these ranks"
     raise TrainingError(Problem("PP-E407", f"{message} together", remedy, seen))

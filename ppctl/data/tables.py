@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from ppctl.errors import ConfigError, DataError, Problem, pasted
+from ppctl.errors import ConfigError, DataError, Problem, pasted, pip_install
 from ppctl.host.files import read_text
 
 TABLES = (".parquet", ".arrow")
@@ -39,9 +38,8 @@ def rows(file: Path, progress: Callable[[int], None], keys: Collection[str]) -> 
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as missing:
-        message = f"{file.name} needs pyarrow, which is not installed: it is in pip install 'ppctl[datasets]'"
-        remedy = f"{pasted(sys.executable)} -m pip install pyarrow"
-        raise ConfigError(Problem("PP-E424", message, remedy, str(file))) from missing
+        message = f"{file.name} needs pyarrow, which is not installed"
+        raise ConfigError(Problem("PP-E424", message, pip_install("ppctl[datasets]"), str(file))) from missing
     try:
         if file.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(file) as table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128
 
-from ppctl.errors import ConfigError, DataError, Problem
+from ppctl.errors import ConfigError, DataError, Problem, pip_install
 from ppctl.host.files import MOST_READ_OF_A_MODEL, read_text
 
 if TYPE_CHECKING:
@@ -128,9 +127,8 @@ class HuggingFaceTokenizer:
         try:
             from tokenizers import Tokenizer as Library
         except ImportError as missing:
-            install = f"{sys.executable} -m pip install tokenizers"
             message = f"data.tokenizer={path} needs the library tokenizers, which is not installed"
-            raise ConfigError(Problem("PP-E410", message, install, "data.tokenizer")) from missing
+            raise ConfigError(Problem("PP-E410", message, pip_install("tokenizers"), "data.tokenizer")) from missing
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             library = Library.from_str(read_text(file, MOST_READ_OF_A_MODEL))

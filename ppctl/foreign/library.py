@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.metadata import MOST_STAGES
-from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted, pip_install
 from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, quantised_note, read_config_file
 
@@ -47,7 +47,7 @@ def _transformers() -> Any:
 
 def _without_library(reason: str) -> ConfigError:
     message = f"transformers is needed for a model's own code, but {reason}"
-    return ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'"))
+    return ConfigError(Problem("PP-E526", message, pip_install("ppctl[transformers]")))
 
 
 def library_version() -> str:

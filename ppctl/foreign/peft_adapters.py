@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.errors import ConfigError, Problem, pasted, pip_install
 from ppctl.foreign.miniature import line_of
 from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy
@@ -27,7 +27,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
         import peft
     except ImportError as missing:
         message = f"peft cannot be imported: {missing}"
-        raise ConfigError(Problem("PP-E541", message, "pip install 'ppctl[lora]'", "model.lora")) from missing
+        raise ConfigError(Problem("PP-E541", message, pip_install("ppctl[lora]"), "model.lora")) from missing
     alpha: Any = adapters.alpha  # any number, which peft divides by the rank
     config = peft.LoraConfig(
         r=adapters.rank,

@@ -19,7 +19,7 @@ from typing import Any
 
 import ppctl
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import ConfigError, Problem, visible
+from ppctl.errors import ConfigError, Problem, pip_install, visible
 from ppctl.families.directory import read_config_file
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
 from ppctl.host.files import cache_directory, read_text, write_atomically
@@ -68,7 +68,7 @@ def absent(extra: str, place: str = "") -> list[Problem]:
     if not missing:
         return []
     message = f"{' and '.join(missing)} cannot be found: {why}"
-    return [Problem(code, message, f"pip install 'ppctl[{extra}]'", place)]
+    return [Problem(code, message, pip_install(f"ppctl[{extra}]"), place)]
 
 
 def absent_for(model: ModelConfig) -> list[Problem]:

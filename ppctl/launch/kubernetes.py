@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.errors import ConfigError, Problem, pasted, pip_install
 from ppctl.launch.enter import code_of
 from ppctl.launch.kubernetes_objects import API, FIRST_POD, KIND, NAME_LABEL, KubernetesJob, as_yaml, objects
 from ppctl.launch.run_directory import Launch
@@ -142,8 +141,7 @@ def _place(cluster: str = "") -> tuple[Any, str, str]:
         from kubernetes import client, config
     except ImportError as error:
         message = "the package kubernetes, which speaks to clusters, is not installed"
-        remedy = f"{pasted(sys.executable)} -m pip install 'ppctl[kubernetes]'"
-        raise ConfigError(Problem("PP-E660", message, remedy)) from error
+        raise ConfigError(Problem("PP-E660", message, pip_install("ppctl[kubernetes]"))) from error
     try:
         try:
             config.load_kube_config(context=context or None)

@@ -21,7 +21,7 @@ python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
 wheels='' out='' page='' only='' dry='' device=cuda
 parts=(machine two queues kernels ranks memory dense moe newer rest)
-packages=(hydra-core omegaconf rich numpy safetensors PyYAML pytest pytest-timeout pytest-xdist hypothesis)
+packages=(hydra-core omegaconf rich numpy safetensors xxhash ml_dtypes PyYAML Jinja2 pytest pytest-timeout pytest-xdist hypothesis)
 
 # Everything but torch, as wheels, with pip itself: antlr4, which Hydra needs, has only sources there.
 collect() {

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -33,6 +34,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env=os.environ | environment,
         timeout=100,
     )
+
+
+def test_wheels_hold_all_that_ppctl_needs_but_torch() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (packages,) = re.findall(r"^packages=\((.*)\)$", SCRIPT.read_text(), re.MULTILINE)
+    assert {re.match(r"[\w-]+", each)[0] for each in needed} - set(packages.split()) == {"torch"}  # type: ignore[index]
 
 
 PARTS = ["machine", "two", "queues", "kernels", "ranks", "memory", "dense", "moe", "newer", "rest"]

@@ -67,7 +67,7 @@ def test_a_library_that_is_missing_is_one_error_with_the_line_that_installs_it(h
     code = {"transformers": "PP-E526", "lora": "PP-E541"}[extra]
     assert done.returncode == 2, done.stdout
     assert done.stderr.count("error PP-") == 1 and f"error {code}" in done.stderr, done.stderr
-    assert f"try: pip install 'ppctl[{extra}]'" in done.stderr
+    assert f"-m pip install 'ppctl[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr and not (here / "runs").exists() and not (here / "out").exists()
 
 

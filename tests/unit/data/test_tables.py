@@ -122,4 +122,4 @@ def test_without_pyarrow_a_table_is_refused_by_name_with_the_line_of_pip(
     with pytest.raises(ConfigError, match=r"PP-E424.*needs pyarrow, which is not installed") as caught:
         load_corpus(str(path), ByteTokenizer())
     assert not isinstance(caught.value, DataError) and isinstance(caught.value, PpctlError)
-    assert caught.value.problems[0].remedy.endswith("-m pip install pyarrow")
+    assert caught.value.problems[0].remedy.endswith("-m pip install 'ppctl[datasets]'")
