@@ -1,6 +1,6 @@
 """A cache of the tokens of texts: .bin and .idx files in a directory named by a digest of what they depend on.
 
-    CACHE/KEY/tokens/data.bin, data.idx, digest    KEY: of the files' bytes, the tokenizer and the form of the data
+    CACHE/KEY/tokens/data.bin, data.idx, digest    KEY: of the files' bytes and suffixes, and `form`
     CACHE/KEY/<random>.tmp/                        being written, or left by a killed process: never read
     CACHE/seen/NAME                                the digest of files' bytes, by their paths, sizes and times
 
@@ -47,14 +47,16 @@ def encoded_once(
     cache: Path | None, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], make: Make
 ) -> tuple[Tokens, npt.NDArray[np.int64], str]:
     """(all tokens of `files`, the number of each document's tokens, the SHA-256 of all): made by `make` unless they are
-    in `cache` (None: only in memory). `form` is all that tokens depend on besides the files' bytes. Raises DataError
-    (PP-E425) if they cannot be kept, and the errors of `make`."""
+    in `cache` (None: only in memory). `form` is all that tokens depend on besides the files' bytes and suffixes. Raises
+    DataError (PP-E425) if they cannot be kept, and the errors of `make`."""
     if cache is None:
         pieces = [own for own, _ in make(lambda size: None)]
         tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
         return tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest()
     try:
-        what = json.dumps({**form, "ppctl": __version__, "rule": _RULE}, sort_keys=True) + _content(cache, files)
+        suffixes = [file.suffix for file in files]  # they choose how a file is read
+        depends_on = {**form, "ppctl": __version__, "rule": _RULE, "suffixes": suffixes}
+        what = json.dumps(depends_on, sort_keys=True) + _content(cache, files)
         home = cache / xxh3_128(what.encode()).hexdigest()
         if not (home / "tokens").is_dir():
             _make(home, files, dtype, make)

@@ -88,6 +88,15 @@ def test_the_content_is_read_again_only_if_a_file_has_changed(home: Path) -> Non
     assert load(home, cache).digest == load(home, None).digest
 
 
+def test_the_same_bytes_as_text_as_lines_and_under_a_link_are_read_in_each_way(home: Path) -> None:
+    lines, text, link = home / "text.jsonl", home / "text.txt", home / "link.txt"
+    os.utime(lines, (1e9, 1e9))
+    shutil.copy2(lines, text)
+    link.symlink_to(lines)
+    for name in ("link.txt", "text.jsonl", "text.txt"):
+        assert load(home, home / "cache", files=name).description == load(home, None, files=name).description
+
+
 def load_digest(home: Path, text: str) -> str:
     (home / "before.jsonl").write_text(text)
     return load(home, None, files="before.jsonl").digest
