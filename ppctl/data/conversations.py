@@ -94,10 +94,10 @@ def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplat
     that begins before the answer is learned if the template marks generated text, else it belongs to the prompt."""
     around = template is None
     pieces = tokenizer.encode_pieces([item.text for item in batch], around=around)
-    for item, (ids, begins, ends) in zip(batch, pieces, strict=True):
+    for item, (ids, begins, ends, added) in zip(batch, pieces, strict=True):
         learned, early = np.zeros((2, len(ids)), dtype=np.bool_)
         for begin, end in item.learned:
-            learned |= (begins >= begin) & (begins < end) & (ends > begins)
+            learned |= (begins >= begin) & (begins < end) & ~added
             if template is not None and template.says_what_is_generated:
                 early |= (begins < begin) & (ends > begin)
         learned |= early

@@ -32,7 +32,7 @@ from ppctl.data.tokenizer import Tokens
 from ppctl.errors import DataError, Problem
 from ppctl.host.files import TAKEN, lock, open_regular, read_text, release, write_atomically
 
-_RULE = 1
+_RULE = 2
 """Raised when ppctl makes other tokens of the same text, or keeps them in another way."""
 _FRESH_S = 2.0
 """Seconds within which a changed file may change again without a new modification time."""

@@ -38,7 +38,9 @@ class Pieces(NamedTuple):
     begins: npt.NDArray[np.int64]
     """Position of each token's first character."""
     ends: npt.NDArray[np.int64]
-    """Position after each token's last character; an added mark ends where it begins."""
+    """Position after each token's last character."""
+    added: npt.NDArray[np.bool_]
+    """Whether each token is a mark that the tokenizer adds to a text."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -92,7 +94,7 @@ class ByteTokenizer:
         for text in texts:
             ids = self.encode_bytes(text.encode("utf-8", "surrogatepass"))
             begins = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1  # 10xxxxxx: further bytes of a character
-            encoded.append(Pieces(ids, begins, begins + 1))
+            encoded.append(Pieces(ids, begins, begins + 1, np.zeros(len(ids), np.bool_)))
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -178,12 +180,16 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in self._library.encode_batch(texts)]
 
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
-        """The ids of each text, with the positions that the library gives."""
+        """The ids of each text, with the positions that the library gives. A token to which it gives no character, such
+        as an added mark, or spaces whose positions it trims, reaches from the end of the tokens before to its own."""
         encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
         pieces = []
         for one in encoded:
             begins, ends = np.array(one.offsets, dtype=np.int64).reshape(-1, 2).T
-            pieces.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends))
+            before = np.append(0, np.maximum.accumulate(ends))[:-1]
+            begins, ends = np.where(begins == ends, (before, np.maximum(before, ends)), (begins, ends))
+            added = np.array(one.special_tokens_mask, dtype=np.bool_)
+            pieces.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends, added))
         return pieces
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from chats import CHATML, CHATML_SAYS, EXPECTED, MISTRAL, TALK, THINKS, WITH_SYSTEM, chat, tokenizer_directory
+from tokenizers import Tokenizer, processors
 
 from ppctl.config.schema import DataConfig
 from ppctl.data import chat_template
@@ -79,6 +80,27 @@ def test_of_a_prompt_with_its_completion_the_completion_and_an_end_are_learned(d
     assert one.learned.tolist() == [False] * prompt + [True] * 3
     assert one.tokens[-1] == load_tokenizer(tokenizer or str(home)).eos
     assert one.runs() == [(False, "é ="), (True, " a<end>")]
+
+
+def processed(home, after):
+    """The tokenizer's directory, with another post-processor."""
+    library = Tokenizer.from_file(str(home / "tokenizer.json"))
+    library.post_processor = after
+    library.save(str(home / "tokenizer.json"))
+    return home
+
+
+@pytest.mark.parametrize("template", [None, CHATML_SAYS, CHATML])
+def test_spaces_of_an_answer_are_learned_although_the_tokenizer_leaves_them_out_of_positions(directory, template):
+    answer = "  if x:\n     y  "
+    line = (
+        {"prompt": "code: ", "completion": answer} if template is None else chat(("user", "a"), ("assistant", answer))
+    )
+    form = "completion" if template is None else "chat"
+    (whole,) = encoded(processed(directory(template), processors.ByteLevel(trim_offsets=False)), line, form=form)
+    (trimmed,) = encoded(processed(directory(template), processors.ByteLevel()), line, form=form)
+    assert trimmed.learned.tolist() == whole.learned.tolist() and trimmed.runs() == whole.runs()
+    assert any(learned and answer in text for learned, text in whole.runs())
 
 
 BAD = {
