@@ -180,7 +180,8 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in self._library.encode_batch(texts)]
 
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
-        """The ids of each text, with the positions that the library gives. A token to which it gives no character, such
+        """The ids of each text, with the positions that the library gives. `around` asks for the marks that the
+        tokenizer puts around every text, without an `eos` behind it. A token to which it gives no character, such
         as an added mark, or spaces whose positions it trims, reaches from the end of the tokens before to its own."""
         encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
         pieces = []
@@ -189,7 +190,9 @@ class HuggingFaceTokenizer:
             before = np.append(0, np.maximum.accumulate(ends))[:-1]
             begins, ends = np.where(begins == ends, (before, np.maximum(before, ends)), (begins, ends))
             added = np.array(one.special_tokens_mask, dtype=np.bool_)
-            pieces.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends, added))
+            ids = np.array(one.ids, dtype=self._dtype)
+            kept = len(ids) - int(len(ids) and added[-1] and ids[-1] == self.eos)
+            pieces.append(Pieces(ids[:kept], begins[:kept], ends[:kept], added[:kept]))
         return pieces
 
     def decode(self, ids: Iterable[int]) -> str:

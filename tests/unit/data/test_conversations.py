@@ -15,6 +15,7 @@ from ppctl.data.chat_template import open_template
 from ppctl.data.conversation_rows import packed
 from ppctl.data.conversations import encode_conversations
 from ppctl.data.load import load_data, load_tokenizer
+from ppctl.data.prompts import make_prompt
 from ppctl.errors import DataError
 
 
@@ -101,6 +102,23 @@ def test_spaces_of_an_answer_are_learned_although_the_tokenizer_leaves_them_out_
     (trimmed,) = encoded(processed(directory(template), processors.ByteLevel()), line, form=form)
     assert trimmed.learned.tolist() == whole.learned.tolist() and trimmed.runs() == whole.runs()
     assert any(learned and answer in text for learned, text in whole.runs())
+
+
+BOTH = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)])
+
+
+@pytest.mark.parametrize("after", [BOTH, processors.Sequence([processors.ByteLevel(), BOTH])])
+def test_an_end_that_the_tokenizer_adds_itself_is_learned_of_a_completion_and_ends_no_prompt(directory, after):
+    home = processed(directory(None), after)
+    (one,) = encoded(home, {"prompt": "a = ", "completion": "b "}, form="completion")
+    tokenizer = load_tokenizer(str(home))
+    assert one.tokens[[0, -1]].tolist() == [256, tokenizer.eos] and one.tokens.tolist().count(257) == 1
+    assert one.learned.tolist() == [False] * 5 + [True] * 3
+    assert one.runs() == [(False, "a = "), (True, "b <end>")]
+    for text in ("a = ", ""):
+        prompt = make_prompt(text, tokenizer, None).tokens
+        assert prompt[0] == 256 and len(prompt) == 1 + len(text) and 257 not in prompt
+    assert make_prompt("a</s>", tokenizer, None).tokens[-1] == 257  # somebody wrote it
 
 
 BAD = {
