@@ -128,6 +128,24 @@ BAD = {
     "content of numbers": (chat(("user", "a"), ("assistant", [1])), CHATML, "PP-E418", 'messages with a "content"'),
     "half a pair": (chat(("user", "a"), ("assistant", "\ud83d")), CHATML, "PP-E411", "not UTF-8 text: surrogates"),
     "no role": ({"messages": [{"content": "a"}]}, CHATML, "PP-E418", 'messages with a "role"'),
+    "tools that are no list": (
+        chat(*TALK, tools={"name": "f"}),
+        CHATML,
+        "PP-E418",
+        'JSON under "tools" (data.format=chat) but an object there',
+    ),
+    "tools of text": (
+        chat(*TALK, tools=["f"]),
+        CHATML,
+        "PP-E418",
+        'JSON under "tools" (data.format=chat) but a list that',
+    ),
+    "tools that are no JSON": (
+        chat(*TALK, tools="f"),
+        CHATML,
+        "PP-E418",
+        'JSON under "tools" (data.format=chat) but text there',
+    ),
     "nothing learned": (chat(("user", "a")), CHATML, "PP-E422", "without an assistant turn"),
     "no prefix": (chat(*TALK), THINKS, "PP-E420", "writes earlier turns differently when others follow"),
     "refused": (chat(*WITH_SYSTEM), MISTRAL, "PP-E420", "there is no system role"),
@@ -238,6 +256,13 @@ def test_a_turn_that_calls_a_tool_needs_no_content(directory):
     template = CHATML.replace("{{ m.content }}", "{{ m.content or 'calls' }}")
     (one,) = encoded(directory(template), {"messages": [{"role": "user", "content": "a"}, calls]})
     assert (True, "calls<|im_end|>\n") in one.runs()
+
+
+@pytest.mark.parametrize("tools", [[{"name": "f"}], []])
+def test_tools_as_text_are_the_list_that_the_text_writes(directory, tools):
+    home = directory("{{ tools|length }}{% for t in tools %}{{ t.name }}{% endfor %}" + CHATML)
+    listed, text = encoded(home, chat(*TALK, tools=tools), chat(*TALK, tools=json.dumps(tools)))
+    assert listed.text == text.text and text.text.startswith(f"{len(tools)}{'f' if tools else ''}<|im_start|>")
 
 
 def test_a_line_that_is_no_json_is_shown_one_of_its_format(directory):
