@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -31,6 +32,7 @@ from ppctl.data.indexed import IndexedWriter, open_indexed
 from ppctl.data.tokenizer import Tokens
 from ppctl.errors import DataError, Problem
 from ppctl.host.files import TAKEN, lock, open_regular, read_text, release, write_atomically
+from ppctl.runs.checkpoint_folder import sync
 
 _RULE = 2
 """Raised when ppctl makes other tokens of the same text, or keeps them in another way."""
@@ -58,9 +60,8 @@ def encoded_once(
         depends_on = {**form, "ppctl": __version__, "rule": _RULE, "suffixes": suffixes}
         what = json.dumps(depends_on, sort_keys=True) + _content(cache, files)
         home = cache / xxh3_128(what.encode()).hexdigest()
-        if not (home / "tokens").is_dir():
-            _make(home, files, dtype, make)
-        digest, indexed = read_text(home / "tokens/digest"), open_indexed(str(home / "tokens/data"))
+        digest = _kept(home) or _make(home, files, dtype, make)
+        indexed = open_indexed(str(home / "tokens/data"))
     except OSError as error:
         message = f"tokens cannot be kept in {cache}: {error.filename}: {error.strerror or error}"
         raise DataError(Problem("PP-E425", message, "data.cache=null", "data.cache")) from error
@@ -83,8 +84,17 @@ def _content(cache: Path, files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -> None:
-    """Write the tokens, or wait until another process has. Raises OSError, and DataError (PP-E402) if files change."""
+def _kept(home: Path) -> str:
+    """The digest of the tokens in an entry; empty if there is none, or if only a part has outlived a loss of power."""
+    with suppress(FileNotFoundError, UnicodeDecodeError):
+        digest = read_text(home / "tokens/digest")
+        return digest if re.fullmatch("[0-9a-f]{64}", digest) else ""
+    return ""
+
+
+def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -> str:
+    """Write the tokens, or wait until another process has; returns their digest. Raises OSError, and DataError
+    (PP-E402) if files change."""
     home.mkdir(parents=True, exist_ok=True)
     held = lock(home)
     if held == TAKEN:
@@ -92,10 +102,10 @@ def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -
         held = lock(home, float("inf"))
     final, draft = home / "tokens", home / f"{secrets.token_hex(4)}.tmp"
     try:
-        for left in home.glob("*.tmp") if held is not None else ():
+        if kept := _kept(home):
+            return kept
+        for left in (final, *(home.glob("*.tmp") if held is not None else ())):
             shutil.rmtree(left, ignore_errors=True)
-        if final.is_dir():
-            return
         before, digest = _times(files), hashlib.sha256()
         with IndexedWriter(draft / "data", dtype) as writer:
             for own, place in make(_told(files, home)):
@@ -104,12 +114,16 @@ def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -
         if _times(files) != before:
             message, place = "files changed while they were tokenized", str(files[0].parent)
             raise DataError(Problem("PP-E402", message, "start again when the data are complete", place))
-        (draft / "digest").write_text(digest.hexdigest())
+        write_atomically(draft / "digest", digest.hexdigest())
+        sync(draft)
         try:
             os.rename(draft, final)
         except OSError:
-            if not final.is_dir():  # else another process has made them, without locks
-                raise
+            if kept := _kept(home):  # another process has made them, without locks
+                return kept
+            raise
+        sync(home)
+        return digest.hexdigest()
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         release(held)

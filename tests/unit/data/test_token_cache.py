@@ -17,6 +17,7 @@ import pytest
 from chats import CHATML, tokenizer_directory
 
 from ppctl.config.schema import DataConfig
+from ppctl.data import token_cache
 from ppctl.data.corpus import load_corpus
 from ppctl.data.load import load_data, load_tokenizer
 from ppctl.data.token_cache import encoded_once
@@ -162,6 +163,20 @@ def test_a_process_that_is_killed_halfway_leaves_nothing_that_is_read_or_stays(h
     again.rename(again.parent / "aside.tmp")
     assert load(home, home / "cache").digest == corpus.digest
     assert [each.name for each in again.parent.iterdir()] == ["tokens"]
+
+
+@pytest.mark.parametrize("left", ["", "0" * 63, None])
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_a_loss_of_power_has_left_is_made_again(
+    home: Path, left: str | None, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load(home, home / "cache").digest
+    (digest,) = home.glob("cache/*/tokens/digest")
+    digest.unlink() if left is None else digest.write_text(left)
+    if not locks:
+        monkeypatch.setattr(token_cache, "lock", lambda *_: None)
+    for _ in range(2):
+        assert load(home, home / "cache").digest == whole == digest.read_text()
 
 
 def test_files_that_change_meanwhile_and_a_directory_that_cannot_be_written_are_refused(home: Path) -> None:
