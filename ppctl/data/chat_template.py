@@ -81,7 +81,8 @@ class ChatTemplate:
         """The process's answer. Raises RenderingFailed if the template refuses or the process ends."""
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         with suppress(BrokenPipeError):
-            print(json.dumps(question), file=process.stdin, flush=True)
+            # a table may hold dates and bytes, which Jinja, too, writes as str does
+            print(json.dumps(question, default=str), file=process.stdin, flush=True)
         answer = json.loads(process.stdout.readline() or "null")
         if answer is None:
             self._process = None

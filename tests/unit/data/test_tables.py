@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -103,10 +104,19 @@ def test_conversations_of_a_table_are_those_of_lines_although_its_rows_have_all_
     assert len(set(digests)) == 1
 
 
-def load_tokens(blend, home: Path) -> str:
+def test_a_date_in_a_message_is_written_as_jinja_writes_it(tmp_path: Path) -> None:
+    tokenizer_directory(tmp_path, CHATML.replace("{{ m.content }}", "{{ m.content }} {{ m.at }}"))
+    at = datetime(2026, 11, 27, 20, 50, 1, 5)
+    talk = [{"role": role, "content": "Hi", "at": at, "picture": b"\xff"} for role in ("user", "assistant")]
+    table = parquet(tmp_path, "chat.parquet", {"messages": [talk]})
+    data = DataConfig(path=str(table), tokenizer=str(tmp_path), format="chat", seq_length=200, cache=None)
+    assert load_tokens(load_data(data).training, tmp_path, 1, 200).count("Hi 2026-11-27 20:50:01.000005") == 2
+
+
+def load_tokens(blend, home: Path, rows: int = 2, length: int = 64) -> str:
     from ppctl.data.load import load_tokenizer
 
-    return load_tokenizer(str(home)).decode(blend.samples(np.arange(2), 64).ravel())
+    return load_tokenizer(str(home)).decode(blend.samples(np.arange(rows), length).ravel())
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
