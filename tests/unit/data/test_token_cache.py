@@ -195,6 +195,25 @@ def test_files_that_change_meanwhile_and_a_directory_that_cannot_be_written_are_
     assert caught.value.problems[0].remedy == "data.cache=null"
 
 
+def test_a_data_file_that_cannot_be_read_is_no_fault_of_the_cache(home: Path) -> None:
+    (home / "gone.jsonl").symlink_to(home / "nowhere")
+    (home / "loop.jsonl").symlink_to(home / "loop.jsonl")
+    with pytest.raises(DataError) as caught:
+        load(home, home / "cache", files="*.jsonl")
+    gone, loop = caught.value.problems
+    assert gone.code == loop.code == "PP-E402" and gone.message.endswith("gone.jsonl: No such file or directory")
+    os.mkfifo(home / "pipe")
+    with pytest.raises(DataError, match=r"PP-E402: cannot read .*/pipe: it is no regular file"):
+        encoded_once(home / "cache", [home / "text.jsonl", home / "pipe"], {}, token_dtype(300), lambda _: iter([]))
+
+
+def test_a_note_of_a_digest_that_cannot_be_written_stops_nobody(home: Path) -> None:
+    os.utime(home / "text.jsonl", (1e9, 1e9))
+    (home / "cache").mkdir()
+    (home / "cache/seen").write_text("")
+    assert load(home, home / "cache").digest == load(home, None).digest
+
+
 def test_where_there_are_no_locks_the_first_who_is_ready_has_made_them(home: Path) -> None:
     load(home, home / "elsewhere")
     (made,) = home.glob("elsewhere/*/tokens")
