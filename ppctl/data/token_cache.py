@@ -32,7 +32,7 @@ from ppctl.data.indexed import IndexedWriter, open_indexed
 from ppctl.data.text import each_read
 from ppctl.data.tokenizer import Tokens
 from ppctl.errors import DataError, Problem
-from ppctl.host.files import TAKEN, lock, open_regular, read_text, release, write_atomically
+from ppctl.host.files import TAKEN, expanded, lock, open_regular, read_text, release, write_atomically
 from ppctl.runs.checkpoint_folder import sync
 
 _RULE = 2
@@ -56,15 +56,16 @@ def encoded_once(
         pieces = [own for own, _ in make(lambda size: None)]
         tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
         return tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest()
-    suffixes = [file.suffix for file in files]  # they choose how a file is read
-    depends_on = {**form, "ppctl": __version__, "rule": _RULE, "suffixes": suffixes}
-    what = json.dumps(depends_on, sort_keys=True) + _content(cache, files)
-    home = cache / xxh3_128(what.encode()).hexdigest()
     try:
+        cache = expanded(cache)
+        suffixes = [file.suffix for file in files]  # they choose how a file is read
+        depends_on = {**form, "ppctl": __version__, "rule": _RULE, "suffixes": suffixes}
+        what = json.dumps(depends_on, sort_keys=True) + _content(cache, files)
+        home = cache / xxh3_128(what.encode()).hexdigest()
         digest = _kept(home) or _make(home, files, dtype, make)
         indexed = open_indexed(str(home / "tokens/data"))
     except OSError as error:
-        message = f"tokens cannot be kept in {cache}: {error.filename or home}: {error.strerror or error}"
+        message = f"tokens cannot be kept in {cache}: {error.filename or cache}: {error.strerror or error}"
         raise DataError(Problem("PP-E425", message, "data.cache=null", "data.cache")) from error
     ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
     return indexed.tokens, np.diff(ends), digest

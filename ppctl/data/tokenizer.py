@@ -13,7 +13,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from ppctl.errors import ConfigError, DataError, Problem
-from ppctl.host.files import MOST_READ_OF_A_MODEL, read_text
+from ppctl.host.files import MOST_READ_OF_A_MODEL, expanded, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -133,8 +133,10 @@ class HuggingFaceTokenizer:
             install = f"{sys.executable} -m pip install tokenizers"
             message = f"data.tokenizer={path} needs the library tokenizers, which is not installed"
             raise ConfigError(Problem("PP-E410", message, install, "data.tokenizer")) from missing
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = path
         try:
+            file = expanded(path)
+            file = file / "tokenizer.json" if file.is_dir() else file
             library = Library.from_str(read_text(file, MOST_READ_OF_A_MODEL))
         except OSError as error:
             message = f"data.tokenizer={path}: {error.strerror or error}; it must be `byte` or a directory with a file"

@@ -167,6 +167,26 @@ def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
     assert problem.code == code and said in problem.message
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_template_that_is_no_text_is_refused_by_its_file(directory, named):
+    home = directory(CHATML, chat_template=CHATML)
+    (home / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(DataError, match="cannot be read: 'utf-8' codec can't decode byte 0xff in position 3") as caught:
+        open_template(str(home), str(home / "chat_template.jinja") if named else None)
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E419" and problem.place == str(home / "chat_template.jinja")
+    assert problem.remedy == ("data.chat_template=null" if named else "data.chat_template=FILE.jinja")
+
+
+@pytest.mark.parametrize(
+    ("key", "code"), [("tokenizer", "PP-E410"), ("chat_template", "PP-E419"), ("cache", "PP-E425")]
+)
+def test_the_home_of_nobody_is_no_place(directory, key, code):
+    data = config(directory(CHATML), chat(*TALK), **{key: "~nobody-has-this-name/a"})
+    with pytest.raises(DataError, match=f"{code}: .*home directory"):
+        load_data(data)
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -286,7 +306,7 @@ def test_one_wrong_form_is_one_message(directory):
 
 def config(home, *values, **changes):
     path = lines(home / "data.jsonl", *values)
-    return DataConfig(path=str(path), tokenizer=str(home), format="chat", **changes)
+    return DataConfig(**{"path": str(path), "tokenizer": str(home), "format": "chat"} | changes)
 
 
 def test_a_row_is_one_conversation_and_what_fills_it_does_not_count(directory):
