@@ -81,7 +81,8 @@ class ChatTemplate:
         """The process's answer. Raises RenderingFailed if the template refuses or the process ends."""
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         with suppress(BrokenPipeError):
-            print(json.dumps(question), file=process.stdin, flush=True)
+            # a table may hold dates and bytes, which Jinja, too, writes as str does
+            print(json.dumps(question, default=str), file=process.stdin, flush=True)
         answer = json.loads(process.stdout.readline() or "null")
         if answer is None:
             self._process = None
@@ -101,21 +102,22 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
     """The template in `file` (`data.chat_template`), else the tokenizer's. Raises DataError (PP-E419) without one."""
-    directory = Path(tokenizer).expanduser()
+    directory = Path(os.path.expanduser(tokenizer))
     directory = directory.parent if directory.is_file() else directory
     settings = read_settings(directory / _SETTINGS) if tokenizer != "byte" else {}
-    if file is not None:
-        path = Path(file).expanduser()
-        try:
-            return ChatTemplate(read_text(path), named_marks(settings), str(path))
-        except OSError as error:
-            message = f"data.chat_template={file} cannot be read: {error.strerror or error}"
-            raise DataError(Problem("PP-E419", message, "data.chat_template=null", str(path))) from None
+    path = directory / "chat_template.jinja" if file is None else Path(file)
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        if file is not None or not isinstance(error, FileNotFoundError):
+            named, remedy = (path, "FILE.jinja") if file is None else (f"data.chat_template={file}", "null")
+            message = f"{named} cannot be read: {getattr(error, 'strerror', None) or error}"
+            raise DataError(Problem("PP-E419", message, f"data.chat_template={remedy}", str(path))) from None
+    else:  # as in transformers, a separate file comes first
+        return ChatTemplate(text, named_marks(settings), str(path))
     source, path = settings.get("chat_template"), directory / _SETTINGS
     if isinstance(source, list):  # several templates, by name
         source = next((row.get("template") for row in source if row.get("name") == "default"), None)
-    with suppress(OSError):  # as in transformers, a separate file comes first
-        source, path = read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"
     if isinstance(source, str):
         return ChatTemplate(source, named_marks(settings), str(path))
     message = f"data.tokenizer={tokenizer} has no chat template, but data.format=chat renders messages with one"

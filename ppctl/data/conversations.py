@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -94,10 +96,10 @@ def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplat
     that begins before the answer is learned if the template marks generated text, else it belongs to the prompt."""
     around = template is None
     pieces = tokenizer.encode_pieces([item.text for item in batch], around=around)
-    for item, (ids, begins, ends) in zip(batch, pieces, strict=True):
+    for item, (ids, begins, ends, added) in zip(batch, pieces, strict=True):
         learned, early = np.zeros((2, len(ids)), dtype=np.bool_)
         for begin, end in item.learned:
-            learned |= (begins >= begin) & (begins < end) & (ends > begins)
+            learned |= (begins >= begin) & (begins < end) & ~added
             if template is not None and template.says_what_is_generated:
                 early |= (begins < begin) & (ends > begin)
         learned |= early
@@ -131,9 +133,8 @@ def _completion(line: Line) -> _Text | Problem:
 
 def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
     messages = line.value.get("messages", line.value.get("conversations"))
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        held = None if messages is None else f"{_KINDS.get(type(messages), 'another value')} there"
-        return _wrong_form(line, CHAT, 'a list of messages under "messages"', held)
+    if not messages or not _objects(messages):
+        return _wrong_form(line, CHAT, 'a list of messages under "messages"', _kind(messages))
     messages = [_message(each) for each in messages]
     if not all(isinstance(each.get("role"), str) for each in messages):
         return _wrong_form(line, CHAT, 'messages with a "role" (or "from")', "messages without")
@@ -143,8 +144,13 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
     if not any(each["role"] == _ASSISTANT for each in messages):
         message = "a conversation without an assistant turn has no token to train on"
         return Problem("PP-E422", message, "leave the line out", line.place)
+    tools = line.value.get("tools")
+    with suppress(ValueError, RecursionError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools  # as tables often hold them
+    if tools is not None and not _objects(tools):
+        return _wrong_form(line, CHAT, 'null, a list of objects or its JSON under "tools"', _kind(tools))
     try:
-        text, learned = template.render(messages, line.value.get("tools"))
+        text, learned = template.render(messages, tools)
     except RenderingFailed as error:
         message = f"the chat template at {template.place} refuses the conversation: {error}"
         return Problem("PP-E420", message, "data.chat_template=FILE.jinja", line.place)
@@ -156,6 +162,14 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
         remedy = "data.chat_template=FILE.jinja, a copy with {% generation %} … {% endgeneration %} around the answers"
         return Problem("PP-E420", message, remedy, line.place)
     return _Text(text, learned, line.place)
+
+
+def _objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _kind(value: Any) -> str | None:
+    return None if value is None else f"{_KINDS.get(type(value), 'another value')} there"
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +186,7 @@ def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     if content is None:
         return not message.keys() <= {"role", "content", "name"}
-    return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
+    return isinstance(content, str) or _objects(content)
 
 
 def _wrong_form(line: Line, form: str, wanted: str, held: str | None = None) -> Problem:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ppctl.data.text import unreadable
 from ppctl.data.tokenizer import Tokens
 from ppctl.errors import DataError, Problem, pasted
 
@@ -96,9 +97,7 @@ def open_indexed(prefix: str) -> Indexed:
     try:
         return _read(prefix, idx, bin_)
     except OSError as error:
-        file = error.filename or idx
-        problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
-        raise DataError(problem) from error
+        raise DataError(unreadable(error.filename or idx, error)) from error
 
 
 def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:

@@ -49,14 +49,25 @@ def rows(file: Path, progress: Callable[[int], None], keys: Collection[str]) -> 
                     yield from map(_without_nulls, batch.to_pylist())
                     progress(int(share * batch.num_rows))
         else:
-            with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
-                names = stream.schema.names
-                for batch in stream:
+            with pyarrow.memory_map(str(file)) as mapped:
+                for batch in _batches(pyarrow.ipc, mapped):
+                    names = batch.schema.names
                     own = batch.select([name for name in names if name in keys] or names)
                     yield from map(_without_nulls, own.to_pylist())
                     progress(batch.nbytes)
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error
+
+
+def _batches(ipc: Any, mapped: Any) -> Iterator[Any]:
+    """The batches of a file in one of Arrow's two forms: a file with an index at its end, or a stream."""
+    if mapped.read(6) == b"ARROW1":
+        with ipc.open_file(mapped) as table:
+            yield from map(table.get_batch, range(table.num_record_batches))
+    else:
+        mapped.seek(0)
+        with ipc.open_stream(mapped) as stream:
+            yield from stream
 
 
 def _without_nulls(value: Any) -> Any:

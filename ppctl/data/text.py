@@ -123,7 +123,12 @@ def _read_all(
         except ValueError as error:  # pyarrow's, of a table: bad lines and texts are yielded as problems
             yield Problem("PP-E402", f"{file} is damaged: {error}", remedy=f"ls -l {pasted(file)}")
         except OSError as error:
-            yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
+            yield unreadable(file, error)
+
+
+def unreadable(file: Path | str, error: OSError) -> Problem:
+    """The problem (PP-E402) of a data file that the system does not let read."""
+    return Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
 
 
 def _read(file: Path, progress: Callable[[int], None], keys: Sequence[str]) -> Iterator[Document | Line | Problem]:
@@ -237,3 +242,16 @@ def _batches(items: Iterable[Item | Problem], problems: list[Problem]) -> Iterat
             yield batch
             batch, size = [], 0
     yield batch
+
+
+def each_read(files: Sequence[Path], read: Callable[[Path], Made]) -> list[Made]:
+    """The results of `read` for every file. Raises DataError with the first twenty files that cannot be read."""
+    made, problems = [], []
+    for file in files:
+        try:
+            made.append(read(file))
+        except OSError as error:
+            problems.append(unreadable(file, error))
+    if problems:
+        raise DataError(problems[:MOST_PROBLEMS])
+    return made

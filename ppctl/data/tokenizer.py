@@ -12,7 +12,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from ppctl.errors import ConfigError, DataError, Problem, pip_install
-from ppctl.host.files import MOST_READ_OF_A_MODEL, read_text
+from ppctl.host.files import MOST_READ_OF_A_MODEL, expanded, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -37,7 +37,9 @@ class Pieces(NamedTuple):
     begins: npt.NDArray[np.int64]
     """Position of each token's first character."""
     ends: npt.NDArray[np.int64]
-    """Position after each token's last character; an added mark ends where it begins."""
+    """Position after each token's last character."""
+    added: npt.NDArray[np.bool_]
+    """Whether each token is a mark that the tokenizer adds to a text."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -91,7 +93,7 @@ class ByteTokenizer:
         for text in texts:
             ids = self.encode_bytes(text.encode("utf-8", "surrogatepass"))
             begins = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1  # 10xxxxxx: further bytes of a character
-            encoded.append(Pieces(ids, begins, begins + 1))
+            encoded.append(Pieces(ids, begins, begins + 1, np.zeros(len(ids), np.bool_)))
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -129,8 +131,10 @@ class HuggingFaceTokenizer:
         except ImportError as missing:
             message = f"data.tokenizer={path} needs the library tokenizers, which is not installed"
             raise ConfigError(Problem("PP-E410", message, pip_install("tokenizers"), "data.tokenizer")) from missing
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = path
         try:
+            file = expanded(path)
+            file = file / "tokenizer.json" if file.is_dir() else file
             library = Library.from_str(read_text(file, MOST_READ_OF_A_MODEL))
         except OSError as error:
             message = f"data.tokenizer={path}: {error.strerror or error}; it must be `byte` or a directory with a file"
@@ -176,12 +180,19 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in self._library.encode_batch(texts)]
 
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
-        """The ids of each text, with the positions that the library gives."""
+        """The ids of each text, with the positions that the library gives. `around` asks for the marks that the
+        tokenizer puts around every text, without an `eos` behind it. A token to which it gives no character, such
+        as an added mark, or spaces whose positions it trims, reaches from the end of the tokens before to its own."""
         encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
         pieces = []
         for one in encoded:
             begins, ends = np.array(one.offsets, dtype=np.int64).reshape(-1, 2).T
-            pieces.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends))
+            before = np.append(0, np.maximum.accumulate(ends))[:-1]
+            begins, ends = np.where(begins == ends, (before, np.maximum(before, ends)), (begins, ends))
+            added = np.array(one.special_tokens_mask, dtype=np.bool_)
+            ids = np.array(one.ids, dtype=self._dtype)
+            kept = len(ids) - int(len(ids) and added[-1] and ids[-1] == self.eos)
+            pieces.append(Pieces(ids[:kept], begins[:kept], ends[:kept], added[:kept]))
         return pieces
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -199,7 +199,7 @@ def _outside(config: RunConfig, can: Capability, dtype: str) -> dict[str, Kernel
         length=config.data.seq_length,
         hidden=sizes.hidden,
         heads=sizes.heads // tp,
-        groups=(sizes.heads if sizes.latent else sizes.groups) // tp,
+        groups=max(1, (sizes.heads if sizes.latent else sizes.groups) // tp),  # ranks may have the same group
         width=sizes.query_head,
         values_width=sizes.value_head,
         experts=sizes.experts // parallel.expert_model_parallel_size,

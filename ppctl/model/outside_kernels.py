@@ -9,13 +9,14 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from ppctl.errors import ConfigError, Problem, pasted
 
+T = TypeVar("T")
 Role = Literal["attention", "grouped_product", "dispatch", "norm"]
 
 
@@ -79,13 +80,13 @@ class Kernel:
 def choose_outside(names: Sequence[str], use: KernelUse, *, compiles: bool = False) -> dict[str, Kernel]:
     """Role -> the first kernel of `names` for it that fits. With `compiles` torch.compile leaves the kernels out.
 
-    Raises ConfigError (PP-E773) if a name leads to no kernel, or if none of a role's kernels fits.
+    Raises ConfigError (PP-E773) if a name leads to no kernel, a `fits` fails, or none of a role's kernels fits.
     """
     chosen: dict[str, Kernel] = {}
     against: dict[str, str] = {}
     kernels = [replace(load_kernel(name), name=name) for name in names]
     for kernel in kernels:
-        if reason := kernel.against(use):
+        if reason := _or_refuse(f"{kernel.name} fails in its fits", partial(kernel.against, use)):
             against[kernel.role] = f"{kernel.name} cannot serve: {reason}"
         elif kernel.role not in chosen:
             function = torch.compiler.disable(kernel.function) if compiles else kernel.function
@@ -98,13 +99,18 @@ def choose_outside(names: Sequence[str], use: KernelUse, *, compiles: bool = Fal
 def load_kernel(name: str) -> Kernel:
     """The kernel that `module:name` names; imports the module, from where Python finds it. Raises ConfigError."""
     module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise refusal(f"{name} cannot be imported: {error}") from error
+    found = _or_refuse(f"{name} cannot be imported", lambda: getattr(importlib.import_module(module), attribute))
     if not isinstance(found, Kernel):
         raise refusal(f"{name} is no ppctl.Kernel, but {type(found).__name__}")
     return found
+
+
+def _or_refuse(message: str, ask: Callable[[], T]) -> T:
+    """The result of a person's code. Raises ConfigError (PP-E773) with `message` for any error of it."""
+    try:
+        return ask()
+    except (Exception, SystemExit) as error:
+        raise refusal(f"{message}: {type(error).__name__}: {error}") from error
 
 
 def refusal(message: str, rest: Sequence[str] = ()) -> ConfigError:

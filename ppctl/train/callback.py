@@ -95,7 +95,7 @@ class Callback:
                         log_metrics (at log.interval), post_step, state_dict (if a checkpoint is due)
                         (on a GPU enter("updating") follows pre_update: the GPU may be in the pipeline until then)
         post_train
-        close           always, also after an error
+        close           always after any of these, also after an error
     """
 
     def pre_train(self, run: TrainingRun) -> None:

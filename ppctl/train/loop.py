@@ -78,16 +78,16 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     """Train from `start` to `train.steps`, or until a rank is asked to stop; evaluate at the interval and at the end.
     `callback` is called as its class says, and with the states `loading kernels` and `evaluating`."""
     config = session.config
-    callback.pre_train(TrainingRun(session, start, callback.enter))
-    trainer, sizes = _trainer_from(start, session, callback)
-    if trainer.on_gpu and start.step < config.train.steps:
-        # This may take minutes, if layers are compiled: it is no part of a step's time.
-        callback.enter("loading kernels", start.step)
-        trainer.dry_pass(start.step)
-    evaluator = Evaluator(session, start.sample_order) if config.train.eval_interval else None
     end = TrainingEnd(start.step, checkpoint=start.checkpoint)
     error: BaseException | None = None
     try:
+        callback.pre_train(TrainingRun(session, start, callback.enter))
+        trainer, sizes = _trainer_from(start, session, callback)
+        if trainer.on_gpu and start.step < config.train.steps:
+            # This may take minutes, if layers are compiled: it is no part of a step's time.
+            callback.enter("loading kernels", start.step)
+            trainer.dry_pass(start.step)
+        evaluator = Evaluator(session, start.sample_order) if config.train.eval_interval else None
         step = start.step
         while step < config.train.steps:
             callback.enter("training", step)

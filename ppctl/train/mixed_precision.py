@@ -55,7 +55,7 @@ class LossScale:
                 self.scale = max(self.scale / GROWTH, self.minimum)
             return
         self.good_steps += 1
-        if self.good_steps == self.window:
+        if self.good_steps >= self.window:  # a resume may have a smaller window
             self.scale, self.good_steps, self.chances = self.scale * GROWTH, 0, self.hysteresis
 
     def state(self) -> dict[str, float]:

@@ -128,6 +128,38 @@ never = ppctl.Kernel(role="attention", function=attend, tolerance=1e-5, fits=lam
     assert caught.value.problems[0].remedy == "'model.kernels=[own_kernels:norm]'"
 
 
+def test_with_more_ranks_than_groups_of_keys_a_rank_has_one(script: Path) -> None:
+    script.write_text(
+        script.read_text()
+        + """
+queries = ppctl.Kernel(
+    role="attention", function=attend, tolerance=1e-5, fits=lambda use: f"{use.heads // use.groups} queries of a key"
+)
+"""
+    )
+    words = ("model.num_attention_heads=4", "model.num_query_groups=2", "tp=4", "model.kernels=[own_kernels:queries]")
+    with pytest.raises(ConfigError, match="queries cannot serve: 1 queries of a key"):
+        choose_kernels(composed(*words), CPU)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def", "cannot be imported: SyntaxError: "),
+        ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
+        ("open('/no/file')", "cannot be imported: FileNotFoundError: "),
+        (
+            "norm = ppctl.Kernel(role='norm', function=print, tolerance=0, fits=lambda use: 1 / 0)",
+            "fails in its fits: Zero",
+        ),
+    ],
+)
+def test_an_error_in_a_persons_module_is_told_with_its_name(script: Path, code: str, says: str) -> None:
+    script.write_text(f"{script.read_text()}\n{code}\n")
+    with pytest.raises(ConfigError, match=f"PP-E773: own_kernels:norm {says}"):
+        choose_kernels(composed("model.kernels=[own_kernels:norm]"), CPU)
+
+
 WIDE = "model.ffn_hidden_size=32 model.num_query_groups=2"
 
 

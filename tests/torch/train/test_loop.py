@@ -94,3 +94,22 @@ def test_a_callback_is_called_at_its_places_in_their_order(monkeypatch: pytest.M
         loop.train(session, Start(), Callbacks(Callback(), noting))
     step = ["enter", "pre_step", "post_update"]
     assert called == ["pre_train", *step, "log_metrics", "post_step", *step, "post_step", "close", "struck by a test"]
+
+
+@pytest.mark.parametrize("fails", ["pre_train", "Trainer", "dry_pass", "Evaluator"])
+def test_callbacks_are_closed_also_if_training_cannot_begin(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Any] = []
+
+    def fail(*_: object) -> None:
+        raise ValueError("struck by a test")
+
+    callback, config, trainer = Callback(), RunConfig(), SimpleNamespace(on_gpu=True, dry_pass=lambda step: None)
+    callback.close = closed.append  # type: ignore[method-assign]
+    config.train.steps, config.train.eval_interval = STEPS, 1
+    monkeypatch.setattr(loop, "Trainer", lambda *_: trainer)
+    owner = {"pre_train": callback, "dry_pass": trainer}.get(fails, loop)
+    monkeypatch.setattr(owner, fails, fail)
+    session: Any = SimpleNamespace(config=config, data=SimpleNamespace(batches=lambda *_: None))
+    with pytest.raises(ValueError, match="struck") as struck:
+        loop.train(session, Start(), callback)
+    assert closed == [struck.value]

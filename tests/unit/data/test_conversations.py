@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from chats import CHATML, CHATML_SAYS, EXPECTED, MISTRAL, TALK, THINKS, WITH_SYSTEM, chat, tokenizer_directory
+from tokenizers import Tokenizer, processors
 
 from ppctl.config.schema import DataConfig
 from ppctl.data import chat_template
@@ -14,6 +15,7 @@ from ppctl.data.chat_template import open_template
 from ppctl.data.conversation_rows import packed
 from ppctl.data.conversations import encode_conversations
 from ppctl.data.load import load_data, load_tokenizer
+from ppctl.data.prompts import make_prompt
 from ppctl.errors import DataError
 
 
@@ -81,6 +83,44 @@ def test_of_a_prompt_with_its_completion_the_completion_and_an_end_are_learned(d
     assert one.runs() == [(False, "é ="), (True, " a<end>")]
 
 
+def processed(home, after):
+    """The tokenizer's directory, with another post-processor."""
+    library = Tokenizer.from_file(str(home / "tokenizer.json"))
+    library.post_processor = after
+    library.save(str(home / "tokenizer.json"))
+    return home
+
+
+@pytest.mark.parametrize("template", [None, CHATML_SAYS, CHATML])
+def test_spaces_of_an_answer_are_learned_although_the_tokenizer_leaves_them_out_of_positions(directory, template):
+    answer = "  if x:\n     y  "
+    line = (
+        {"prompt": "code: ", "completion": answer} if template is None else chat(("user", "a"), ("assistant", answer))
+    )
+    form = "completion" if template is None else "chat"
+    (whole,) = encoded(processed(directory(template), processors.ByteLevel(trim_offsets=False)), line, form=form)
+    (trimmed,) = encoded(processed(directory(template), processors.ByteLevel()), line, form=form)
+    assert trimmed.learned.tolist() == whole.learned.tolist() and trimmed.runs() == whole.runs()
+    assert any(learned and answer in text for learned, text in whole.runs())
+
+
+BOTH = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)])
+
+
+@pytest.mark.parametrize("after", [BOTH, processors.Sequence([processors.ByteLevel(), BOTH])])
+def test_an_end_that_the_tokenizer_adds_itself_is_learned_of_a_completion_and_ends_no_prompt(directory, after):
+    home = processed(directory(None), after)
+    (one,) = encoded(home, {"prompt": "a = ", "completion": "b "}, form="completion")
+    tokenizer = load_tokenizer(str(home))
+    assert one.tokens[[0, -1]].tolist() == [256, tokenizer.eos] and one.tokens.tolist().count(257) == 1
+    assert one.learned.tolist() == [False] * 5 + [True] * 3
+    assert one.runs() == [(False, "a = "), (True, "b <end>")]
+    for text in ("a = ", ""):
+        prompt = make_prompt(text, tokenizer, None).tokens
+        assert prompt[0] == 256 and len(prompt) == 1 + len(text) and 257 not in prompt
+    assert make_prompt("a</s>", tokenizer, None).tokens[-1] == 257  # somebody wrote it
+
+
 BAD = {
     "no messages": ({"text": "a"}, CHATML, "PP-E418", "but an object of text"),
     "an empty list": (chat(), CHATML, "PP-E418", "but a list that is empty or has other values there"),
@@ -88,6 +128,24 @@ BAD = {
     "content of numbers": (chat(("user", "a"), ("assistant", [1])), CHATML, "PP-E418", 'messages with a "content"'),
     "half a pair": (chat(("user", "a"), ("assistant", "\ud83d")), CHATML, "PP-E411", "not UTF-8 text: surrogates"),
     "no role": ({"messages": [{"content": "a"}]}, CHATML, "PP-E418", 'messages with a "role"'),
+    "tools that are no list": (
+        chat(*TALK, tools={"name": "f"}),
+        CHATML,
+        "PP-E418",
+        'JSON under "tools" (data.format=chat) but an object there',
+    ),
+    "tools of text": (
+        chat(*TALK, tools=["f"]),
+        CHATML,
+        "PP-E418",
+        'JSON under "tools" (data.format=chat) but a list that',
+    ),
+    "tools that are no JSON": (
+        chat(*TALK, tools="f"),
+        CHATML,
+        "PP-E418",
+        'JSON under "tools" (data.format=chat) but text there',
+    ),
     "nothing learned": (chat(("user", "a")), CHATML, "PP-E422", "without an assistant turn"),
     "no prefix": (chat(*TALK), THINKS, "PP-E420", "writes earlier turns differently when others follow"),
     "refused": (chat(*WITH_SYSTEM), MISTRAL, "PP-E420", "there is no system role"),
@@ -107,6 +165,26 @@ def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
     value, template, code, said = BAD[kind]
     (problem,) = refused(directory(template), value)
     assert problem.code == code and said in problem.message
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_template_that_is_no_text_is_refused_by_its_file(directory, named):
+    home = directory(CHATML, chat_template=CHATML)
+    (home / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(DataError, match="cannot be read: 'utf-8' codec can't decode byte 0xff in position 3") as caught:
+        open_template(str(home), str(home / "chat_template.jinja") if named else None)
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E419" and problem.place == str(home / "chat_template.jinja")
+    assert problem.remedy == ("data.chat_template=null" if named else "data.chat_template=FILE.jinja")
+
+
+@pytest.mark.parametrize(
+    ("key", "code"), [("tokenizer", "PP-E410"), ("chat_template", "PP-E419"), ("cache", "PP-E425")]
+)
+def test_the_home_of_nobody_is_no_place(directory, key, code):
+    data = config(directory(CHATML), chat(*TALK), **{key: "~nobody-has-this-name/a"})
+    with pytest.raises(DataError, match=f"{code}: .*home directory"):
+        load_data(data)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +278,13 @@ def test_a_turn_that_calls_a_tool_needs_no_content(directory):
     assert (True, "calls<|im_end|>\n") in one.runs()
 
 
+@pytest.mark.parametrize("tools", [[{"name": "f"}], []])
+def test_tools_as_text_are_the_list_that_the_text_writes(directory, tools):
+    home = directory("{{ tools|length }}{% for t in tools %}{{ t.name }}{% endfor %}" + CHATML)
+    listed, text = encoded(home, chat(*TALK, tools=tools), chat(*TALK, tools=json.dumps(tools)))
+    assert listed.text == text.text and text.text.startswith(f"{len(tools)}{'f' if tools else ''}<|im_start|>")
+
+
 def test_a_line_that_is_no_json_is_shown_one_of_its_format(directory):
     home = directory(CHATML)
     (home / "data.jsonl").write_text("{not json\n")
@@ -221,7 +306,7 @@ def test_one_wrong_form_is_one_message(directory):
 
 def config(home, *values, **changes):
     path = lines(home / "data.jsonl", *values)
-    return DataConfig(path=str(path), tokenizer=str(home), format="chat", **changes)
+    return DataConfig(**{"path": str(path), "tokenizer": str(home), "format": "chat"} | changes)
 
 
 def test_a_row_is_one_conversation_and_what_fills_it_does_not_count(directory):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -42,15 +43,26 @@ def parquet(home: Path, name: str, columns: dict[str, list[object]]) -> Path:
     return home / name
 
 
-@pytest.mark.parametrize("make", [parquet, saved])
+def indexed(home: Path, name: str, columns: dict[str, list[object]]) -> Path:
+    """A file in Arrow's file format (Feather 2), which `datasets` does not write, of several batches."""
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table(columns)
+    with pa.OSFile(str(home / name), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+        file.write_table(table, max_chunksize=100)
+    return home / name
+
+
+@pytest.mark.parametrize("make", [parquet, saved, indexed])
 def test_the_documents_of_a_table_are_those_of_lines(tmp_path: Path, make) -> None:
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"body": each}) + "\n" for each in TEXTS))
-    table = make(tmp_path, "t.parquet" if make is parquet else "t", {"n": list(range(2500)), "body": TEXTS})
+    table = make(
+        tmp_path, {parquet: "t.parquet", saved: "t", indexed: "t.arrow"}[make], {"n": list(range(2500)), "body": TEXTS}
+    )
     plain = load_corpus(str(tmp_path / "text.jsonl"), ByteTokenizer(), "body")
     corpus = load_corpus(str(table), ByteTokenizer(), "body")
     assert corpus.digest == plain.digest
     last = corpus.place_of(len(corpus.tokens) - 1)
-    assert last.endswith(("t.parquet: row 2499", "data-00001-of-00002.arrow: row 1249"))
+    assert last.endswith(("t.parquet: row 2499", "t.arrow: row 2499", "data-00001-of-00002.arrow: row 1249"))
 
 
 def test_other_columns_are_not_read(tmp_path: Path) -> None:
@@ -74,6 +86,10 @@ def test_wrong_columns_and_damaged_files_are_named_with_what_is_there(tmp_path: 
     table.write_bytes(table.read_bytes()[:-30])
     with pytest.raises(DataError, match=r"PP-E402: .*t.parquet is damaged"):
         load_corpus(str(table), ByteTokenizer(), "body")
+    arrow = indexed(tmp_path, "t.arrow", {"body": ["a", "b"]})
+    arrow.write_bytes(arrow.read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"PP-E402: .*t.arrow is damaged"):
+        load_corpus(str(arrow), ByteTokenizer(), "body")
 
 
 def test_of_a_dataset_of_several_splits_one_is_asked_for(tmp_path: Path) -> None:
@@ -103,10 +119,19 @@ def test_conversations_of_a_table_are_those_of_lines_although_its_rows_have_all_
     assert len(set(digests)) == 1
 
 
-def load_tokens(blend, home: Path) -> str:
+def test_a_date_in_a_message_is_written_as_jinja_writes_it(tmp_path: Path) -> None:
+    tokenizer_directory(tmp_path, CHATML.replace("{{ m.content }}", "{{ m.content }} {{ m.at }}"))
+    at = datetime(2026, 11, 27, 20, 50, 1, 5)
+    talk = [{"role": role, "content": "Hi", "at": at, "picture": b"\xff"} for role in ("user", "assistant")]
+    table = parquet(tmp_path, "chat.parquet", {"messages": [talk]})
+    data = DataConfig(path=str(table), tokenizer=str(tmp_path), format="chat", seq_length=200, cache=None)
+    assert load_tokens(load_data(data).training, tmp_path, 1, 200).count("Hi 2026-11-27 20:50:01.000005") == 2
+
+
+def load_tokens(blend, home: Path, rows: int = 2, length: int = 64) -> str:
     from ppctl.data.load import load_tokenizer
 
-    return load_tokenizer(str(home)).decode(blend.samples(np.arange(2), 64).ravel())
+    return load_tokenizer(str(home)).decode(blend.samples(np.arange(rows), length).ravel())
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])

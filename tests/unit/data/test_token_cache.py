@@ -17,6 +17,7 @@ import pytest
 from chats import CHATML, tokenizer_directory
 
 from ppctl.config.schema import DataConfig
+from ppctl.data import token_cache
 from ppctl.data.corpus import load_corpus
 from ppctl.data.load import load_data, load_tokenizer
 from ppctl.data.token_cache import encoded_once
@@ -88,6 +89,15 @@ def test_the_content_is_read_again_only_if_a_file_has_changed(home: Path) -> Non
     assert load(home, cache).digest == load(home, None).digest
 
 
+def test_the_same_bytes_as_text_as_lines_and_under_a_link_are_read_in_each_way(home: Path) -> None:
+    lines, text, link = home / "text.jsonl", home / "text.txt", home / "link.txt"
+    os.utime(lines, (1e9, 1e9))
+    shutil.copy2(lines, text)
+    link.symlink_to(lines)
+    for name in ("link.txt", "text.jsonl", "text.txt"):
+        assert load(home, home / "cache", files=name).description == load(home, None, files=name).description
+
+
 def load_digest(home: Path, text: str) -> str:
     (home / "before.jsonl").write_text(text)
     return load(home, None, files="before.jsonl").digest
@@ -155,6 +165,20 @@ def test_a_process_that_is_killed_halfway_leaves_nothing_that_is_read_or_stays(h
     assert [each.name for each in again.parent.iterdir()] == ["tokens"]
 
 
+@pytest.mark.parametrize("left", ["", "0" * 63, None])
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_a_loss_of_power_has_left_is_made_again(
+    home: Path, left: str | None, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load(home, home / "cache").digest
+    (digest,) = home.glob("cache/*/tokens/digest")
+    digest.unlink() if left is None else digest.write_text(left)
+    if not locks:
+        monkeypatch.setattr(token_cache, "lock", lambda *_: None)
+    for _ in range(2):
+        assert load(home, home / "cache").digest == whole == digest.read_text()
+
+
 def test_files_that_change_meanwhile_and_a_directory_that_cannot_be_written_are_refused(home: Path) -> None:
     file = home / "text.jsonl"
 
@@ -169,6 +193,25 @@ def test_files_that_change_meanwhile_and_a_directory_that_cannot_be_written_are_
     with pytest.raises(DataError, match="PP-E425") as caught:
         load(home, home / "a_file")
     assert caught.value.problems[0].remedy == "data.cache=null"
+
+
+def test_a_data_file_that_cannot_be_read_is_no_fault_of_the_cache(home: Path) -> None:
+    (home / "gone.jsonl").symlink_to(home / "nowhere")
+    (home / "loop.jsonl").symlink_to(home / "loop.jsonl")
+    with pytest.raises(DataError) as caught:
+        load(home, home / "cache", files="*.jsonl")
+    gone, loop = caught.value.problems
+    assert gone.code == loop.code == "PP-E402" and gone.message.endswith("gone.jsonl: No such file or directory")
+    os.mkfifo(home / "pipe")
+    with pytest.raises(DataError, match=r"PP-E402: cannot read .*/pipe: it is no regular file"):
+        encoded_once(home / "cache", [home / "text.jsonl", home / "pipe"], {}, token_dtype(300), lambda _: iter([]))
+
+
+def test_a_note_of_a_digest_that_cannot_be_written_stops_nobody(home: Path) -> None:
+    os.utime(home / "text.jsonl", (1e9, 1e9))
+    (home / "cache").mkdir()
+    (home / "cache/seen").write_text("")
+    assert load(home, home / "cache").digest == load(home, None).digest
 
 
 def test_where_there_are_no_locks_the_first_who_is_ready_has_made_them(home: Path) -> None:

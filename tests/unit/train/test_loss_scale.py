@@ -32,6 +32,13 @@ def test_the_scale_halves_without_chances_left_and_doubles_after_a_window(steps,
     assert loss_scale.exhausted == (steps == "xxxxxxxx")
 
 
+def test_a_smaller_window_counts_also_after_a_checkpoint_beyond_it():
+    loss_scale = LossScale.of(OptimConfig(initial_loss_scale=16, loss_scale_window=500))
+    loss_scale.restore({"scale": 16.0, "good_steps": 900, "chances": 2})
+    loss_scale.update(overflow=False)
+    assert (loss_scale.scale, loss_scale.good_steps) == (32, 0)
+
+
 def test_a_fixed_scale_stays():
     loss_scale = LossScale.of(OptimConfig(loss_scale=8))
     loss_scale.update(overflow=True)
