@@ -154,7 +154,7 @@ def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) 
     ranks send the new weights. Megatron's sums overlap with `beside`, the seconds of forward and backward."""
     precision = precision_of(config)
     each = 2 * precision.gradient
-    if config.parallel.data_parallel_sharding != "none":
+    if sharding_of(config, machine.sizes) != "none":
         each = precision.gradient + precision.weight
     summing = reduce_seconds(*on_device(count, machine.sizes), each, machine)
     # Megatron sums bucket by bucket, beside the last backward and the next step's forward.
