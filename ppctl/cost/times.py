@@ -91,13 +91,18 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
     works = [*_attention(model, kind, setting), *_feed_forward(model, kind.moe, setting)]
     works.append(Work("layernorm", traffic=10 * tokens * h * element / setting.sp, kernels=4))
     if tp > 1:
-        passes = layer_passes(model, kind, setting)
-        works.append(Work("tensor", tensor=passes.forward.sent("tp"), tensor_back=passes.inputs.sent("tp")))
+        works.append(_sent("tensor", model, kind._replace(name="decoder"), setting))
     if kind.name == "mtp":
-        works.append(
-            Work("mtp", matmul=4 * tokens * h * h, traffic=8 * tokens * h * element, weights=2 * h * h, kernels=6)
-        )
+        own = tokens / setting.sp
+        works.append(Work("mtp", matmul=4 * own * h * h, traffic=8 * own * h * element, weights=2 * h * h, kernels=6))
+        works.append(_sent("mtp", model, kind._replace(name="embedding"), setting))
     return works
+
+
+def _sent(module: str, model: ModelConfig, kind: Kind, setting: Setting) -> Work:
+    """What a kind of layer sends to the tensor-parallel group."""
+    passes = layer_passes(model, kind, setting)
+    return Work(module, tensor=passes.forward.sent("tp"), tensor_back=passes.inputs.sent("tp"))
 
 
 def _measured(rows: Sequence[Parameter], cost: LayerCost, setting: Setting) -> list[Work]:
@@ -311,11 +316,13 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
 
 
 def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collection[str] | None = ()) -> PartSeconds:
-    """The sum over parts; `recomputed` parts (None: all) run their forward again before their input gradient."""
+    """The sum over parts; `recomputed` parts (None: all of the layer itself, without what an MTP module has around it)
+    run their forward again before their input gradient."""
     parts = []
     for work in works:
         one = part_seconds(work, machine)
-        if recomputed is None or made_again_by(work.module, recomputed) is not None:
+        made_again = work.module != "mtp" if recomputed is None else made_again_by(work.module, recomputed)
+        if made_again:
             again, sent_again = one.input_gradient + one.forward, one.exchanged_back + one.exchanged
             one = one._replace(input_gradient=again, exchanged_back=sent_again)
         parts.append(one)

@@ -10,8 +10,8 @@ from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import even_counts, stages_of
 from ppctl.plan.layout_choice import LayoutCut
-from ppctl.plan.layout_scores import Candidate, Price, Scores, Space, StagePrice
-from ppctl.plan.memory import held_bytes, rank_pricer
+from ppctl.plan.layout_scores import Candidate, PeakBytes, Price, Scores, Space, StagePrice
+from ppctl.plan.memory import rank_pricer
 from ppctl.plan.memory_limit import device_limit
 from ppctl.plan.prices import pricer, simulation_costs
 from ppctl.plan.profile import Profile
@@ -35,7 +35,10 @@ def balanced_cut(
     """`cut` with the best layout of as many stages, and the equation that compares this layout with others."""
     config, model = values.config, values.config.model
     mtp, known = model.mtp_num_layers or 0, dict[Hashable, StagePrice]()
+    of_kind: list[tuple[Layer, ...]] = []
     last = len(cut.layout.stages) - 1
+    priced = pricer(config, sizes, batch.micro_batch_size, measured)
+    even = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
 
     def price(stage: int, first: int, count: int, has_mtp: bool) -> StagePrice:
         layers = (
@@ -45,18 +48,24 @@ def balanced_cut(
             *([Layer("loss")] if stage == last else []),
         )
         if (key := alike(model, config.train, stage, layers)) not in known:
-            held = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
             # Gradients are summed once a step: a layout is judged by its microbatches alone.
-            known[key] = priced(stage, layers, False)._replace(reduce_s=0.0), held
+            known[key] = priced(stage, layers, False)._replace(reduce_s=0.0), len(of_kind)
+            of_kind.append(layers)
         return known[key]
 
-    priced = pricer(config, sizes, batch.micro_batch_size, measured)
-    stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
-    ranks = rank_pricer(config, stages, sizes, batch.micro_batch_size)(schedule)
-    device, limit = device_limit(config, sizes), None
-    if device is not None:
-        limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    result = LayoutSearch(model.num_layers, mtp > 0, schedule, stages, price, limit).run()
+    def peak_bytes(pp_rank: int, kinds: tuple[int, ...], first: int) -> int:
+        own = dict(zip(schedule.placement.stages_of(pp_rank), kinds, strict=True))
+        stages = []
+        for stage, each in enumerate(even):
+            received, sent = (1 + mtp * (edge >= first) for edge in (stage - 1, stage))
+            layers = of_kind[own[stage]] if stage in own else ()
+            stages.append(replace(each, layers=layers, receives=each.receives * received, sends=each.sends * sent))
+        (cost,) = rank_pricer(config, stages, sizes, batch.micro_batch_size)(schedule, only=pp_rank)
+        return cost.peak_bytes
+
+    device = device_limit(config, sizes)
+    limit = None if device is None else device.available_bytes
+    result = LayoutSearch(model.num_layers, mtp > 0, schedule, even, price, peak_bytes, limit).run()
     layout = PipelineParallelLayerLayout(_text(result.best.candidate, mtp), values["pp"])
     derived = Derived("layout", layout.canonical(), _equation(result, mtp, batch))
     return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))
@@ -126,12 +135,13 @@ class LayoutSearch:
         schedule: Schedule,
         stages: Sequence[StageSpec],
         price: Price,
+        peak_bytes: PeakBytes,
         limit: int | None = None,
     ) -> None:
         count, pp = len(stages), schedule.placement.pp
         self.space = Space(num_layers, count, range(count - pp, count) if has_mtp else range(-1, 0))
         self.stages = stages
-        self.scores = Scores(schedule, price, limit)
+        self.scores = Scores(schedule, price, peak_bytes, limit)
         self.schedule = schedule
         self.short, self.left_out = _shortened(schedule)
         self.weight = sum(map(len, self.short.actions))
@@ -202,7 +212,7 @@ class LayoutSearch:
             prices = self.scores.stage_prices(candidate)
             pace = max(self.scores.rank_seconds([cost.seconds for cost, _ in prices]))
             seconds = self.step_time(self.short, prices) + self.left_out * pace
-            self.results[candidate] = Simulated(candidate, seconds, self.scores.peak(prices))
+            self.results[candidate] = Simulated(candidate, seconds, max(self.scores.peaks(candidate, prices)))
         return self.results[candidate]
 
     def in_full(self, simulated: Simulated) -> Simulated:

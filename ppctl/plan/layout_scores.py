@@ -14,9 +14,8 @@ from operator import mul
 from typing import NamedTuple
 
 from ppctl.layout.rules import even_counts
-from ppctl.plan.memory import Held
 from ppctl.plan.types import StageCost
-from ppctl.schedule.action import INPUT_GRADIENTS, Action, F, I, Schedule, W
+from ppctl.schedule.action import Schedule
 
 
 class Candidate(NamedTuple):
@@ -84,11 +83,15 @@ class Space:
                 yield moved_home
 
 
-StagePrice = tuple[StageCost, Held]
-"""Seconds of one microbatch on a stage, and the bytes that the stage holds on one device."""
+StagePrice = tuple[StageCost, int]
+"""Seconds of one microbatch on a stage, and the number of its kind: stages of one kind hold equally much."""
 
 Price = Callable[[int, int, int, bool], StagePrice]
 """`price(stage, first, count, mtp)`: a stage with decoder layers first .. first + count - 1, with or without MTP."""
+
+PeakBytes = Callable[[int, tuple[int, ...], int], int]
+"""`peak_bytes(pp_rank, kinds of its stages, first stage that also sends MTP's hidden states)`: bytes on its device at
+the fullest moment."""
 
 
 class Score(NamedTuple):
@@ -102,15 +105,13 @@ class Score(NamedTuple):
 
 
 class Scores:
-    """Scores candidates for one schedule; `limit` is how many bytes a device has for stages, None without a limit."""
+    """Scores candidates for one schedule; `limit` is how many bytes a device has, None without a limit."""
 
-    def __init__(self, schedule: Schedule, price: Price, limit: int | None) -> None:
+    def __init__(self, schedule: Schedule, price: Price, peak_bytes: PeakBytes, limit: int | None) -> None:
         place = schedule.placement
-        stages = [place.stages_of(pp_rank) for pp_rank in range(place.pp)]
-        self._ranks = {own: worst_moments(row, own) for own, row in zip(stages, schedule.actions, strict=True)}
-        self._price = cache(price)
+        self._ranks = [place.stages_of(pp_rank) for pp_rank in range(place.pp)]
+        self._price, self._peak_bytes, self._senders = cache(price), cache(peak_bytes), cache(self._first_senders)
         self._limit = limit
-        self._held: dict[tuple[tuple[int, ...], tuple[Held, ...]], int] = {}
 
     def seconds(self, stage: int, first: int = 0, count: int = 0, mtp: bool = False) -> float:
         """Seconds of a forward and a backward of one stage."""
@@ -128,9 +129,17 @@ class Scores:
         """Seconds of each pp_rank for a microbatch, from the times of its stages."""
         return [sum(map(times.__getitem__, stages)) for stages in self._ranks]
 
-    def peak(self, prices: Sequence[StagePrice]) -> int:
-        """Bytes on the device of the fullest pp_rank."""
-        return max(self._held_by(stages, prices) for stages in self._ranks)
+    def peaks(self, candidate: Candidate, prices: Sequence[StagePrice]) -> list[int]:
+        """Bytes on the device of each pp_rank at its fullest moment."""
+        kinds = [kind for _, kind in prices]
+        owned = (tuple(map(kinds.__getitem__, stages)) for stages in self._ranks)
+        return list(map(self._peak_bytes, range(len(self._ranks)), owned, self._senders(candidate.mtp_stage)))
+
+    def _first_senders(self, mtp_stage: int) -> list[int]:
+        """By pp_rank the first sender of MTP's hidden states among its stages and those before them."""
+        near = [[each for stage in own for each in (stage - 1, stage)] for own in self._ranks]
+        none = sum(map(len, self._ranks))
+        return [min((each for each in own if each >= mtp_stage), default=none) for own in near]
 
     def excess(self, peak: int) -> int:
         """Bytes of a peak beyond the limit."""
@@ -140,7 +149,7 @@ class Scores:
         """The candidate's score."""
         prices = self.stage_prices(candidate)
         times = [cost.seconds for cost, _ in prices]
-        excess = self.excess(self.peak(prices)) if self._limit is not None else 0
+        excess = self.excess(max(self.peaks(candidate, prices))) if self._limit is not None else 0
         return Score(excess, max(self.rank_seconds(times)), max(times), sum(map(mul, times, times)))
 
     def promise(self, candidate: Candidate) -> tuple[Score, Candidate]:
@@ -155,42 +164,6 @@ class Scores:
         slowest = max(self._ranks, key=lambda own: sum(map(times.__getitem__, own)))
         stages = {*slowest, max(range(len(times)), key=times.__getitem__)}
         if self._limit is not None:
-            fullest = max(self._ranks, key=lambda own: self._held_by(own, prices))
-            stages.update(fullest)
+            peaks = self.peaks(candidate, prices)
+            stages.update(self._ranks[peaks.index(max(peaks))])
         return sorted(stages)
-
-    def _held_by(self, stages: tuple[int, ...], prices: Sequence[StagePrice]) -> int:
-        """Bytes on the device of the rank with these stages at its worst moment; cached, as most layouts differ on few
-        ranks."""
-        own = tuple(prices[stage][1] for stage in stages)
-        key = (stages, own)
-        if key not in self._held:
-            kept = [*(held.kept for held in own), *(held.deferred for held in own)]
-            worst = max(int(sum(map(mul, alive, kept))) for alive in self._ranks[stages])
-            self._held[key] = sum(held.state for held in own) + worst
-        return self._held[key]
-
-
-def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The Pareto-maximal counts of microbatches in flight by stage (from F to B or I), over all times of the list. With
-    split backwards a count per stage of the microbatches between I and W is appended."""
-    position = {stage: index for index, stage in enumerate(stages)}
-    waiting = {stage: len(stages) + index for index, stage in enumerate(stages)}
-    alive = [0] * (2 * len(stages) if any(action.op is I for action in row) else len(stages))
-    seen: set[tuple[int, ...]] = {tuple(alive)}
-    for op, stage, _ in row:
-        if op is F:
-            alive[position[stage]] += 1
-        elif op in INPUT_GRADIENTS:
-            alive[position[stage]] -= 1
-        if op is I:
-            alive[waiting[stage]] += 1
-        elif op is W:
-            alive[waiting[stage]] -= 1
-        if op is F or op is I:
-            seen.add(tuple(alive))
-    kept: list[tuple[int, ...]] = []
-    for moment in sorted(seen, reverse=True):
-        if not any(all(a >= b for a, b in zip(other, moment, strict=True)) for other in kept):
-            kept.append(moment)
-    return tuple(kept)

@@ -71,7 +71,8 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
 
 
 RankPricer = Callable[..., tuple[RankCost, ...]]
-"""(schedule, samples of a step, by default the global batch size) -> the cost of each pp_rank under it."""
+"""(schedule, samples of a step, by default the global batch size; `only`, by default all pp_ranks) -> the cost of each
+pp_rank under it."""
 
 
 class _StageBytes(NamedTuple):
@@ -122,14 +123,16 @@ def rank_pricer(
     of_rank: list[list[StageSpec]] = [[] for _ in range(sizes.pp)]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
-    ranks = _ranks(config, stages, kinds, of_rank, sizes, setting)
+    ranks = _ranks(config, kinds, of_rank, sizes, setting)
     last: tuple[Schedule, object, tuple[RankCost, ...]] | None = None
 
     @cache
     def halves() -> Ends | None:
         return halves_of(config, stages, setting, alive)
 
-    def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
+    def price(
+        schedule: Schedule, samples: int = config.train.global_batch_size, only: int | None = None
+    ) -> tuple[RankCost, ...]:
         nonlocal last
         lists = shorter(schedule) or schedule  # a further round holds the same as the others
         ends = halves() if lists.split else None
@@ -137,10 +140,12 @@ def rank_pricer(
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
-        if last is None or last[0] is not lists or last[1] != (calls, messages):
-            rows = enumerate(zip(ranks, lists.actions, messages, strict=True))
-            costs = tuple(_rank_cost(r, rank, row, held, ends, size, calls) for r, (rank, row, size) in rows)
-            last = lists, (calls, messages), costs
+        if last is None or last[0] is not lists or last[1] != (calls, messages, only):
+            rows = zip(range(sizes.pp), ranks, lists.actions, messages, strict=True)
+            costs = tuple(
+                _rank_cost(r, rank, row, held, ends, size, calls) for r, rank, row, size in rows if only in (None, r)
+            )
+            last = lists, (calls, messages, only), costs
         return last[2]
 
     return price
@@ -184,7 +189,6 @@ def _rank_cost(
 
 def _ranks(
     config: RunConfig,
-    stages: Sequence[StageSpec],
     kinds: Sequence[Hashable],
     of_rank: Sequence[list[StageSpec]],
     sizes: ParallelSizes,
@@ -197,15 +201,13 @@ def _ranks(
         # The owners of Muon's matrices depend on more than shapes.
         key = (*(kinds[stage.stage] for stage in own), *(own if config.optim.name == "muon" else ()))
         if key not in known:
-            known[key] = own, _rank(config, stages, own, sizes, setting)
+            known[key] = own, _rank(config, own, sizes, setting)
         like, lasting = known[key]
         ranks.append(lasting.at({there.stage: here.stage for there, here in zip(like, own, strict=True)}))
     return ranks
 
 
-def _rank(
-    config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
-) -> _LastingBytes:
+def _rank(config: RunConfig, own: list[StageSpec], sizes: ParallelSizes, setting: Setting) -> _LastingBytes:
     """Bytes of a pp_rank with the stages `own`, in the whole step or at its end, that are equal under all schedules."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
@@ -221,7 +223,7 @@ def _rank(
         biases if sharding == "full" else state.weights,
         updating_bytes(config, own, sizes, setting, state._replace(weights=biases) if sharding == "full" else state),
         summed_copies(config, own, sizes, setting),
-        _tied_sum(config, stages, own, sizes, sharding) if backward else None,
+        _tied_sum(config, own, sizes, sharding) if backward else None,
         _buffers(config, own, sizes, setting),
     )
 
@@ -328,13 +330,11 @@ def _untrained(config: RunConfig, layers: Collection[Layer], sizes: ParallelSize
     return untrained_bytes(model, layers, weight=precision.weight, gradient=precision.gradient) + 2 * copied
 
 
-def _tied_sum(
-    config: RunConfig, stages: Sequence[StageSpec], own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str
-) -> int:
+def _tied_sum(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str) -> int:
     """Bytes of a tied token embedding's gradient that a rank receives from another stage after the schedule."""
     model = config.model
-    uses = sum(len(embedding_uses(model, stage.layers)) for stage in stages)
-    if uses < 2 or not any(embedding_uses(model, stage.layers) for stage in own):
+    of_model = Layer("embedding"), Layer("loss"), *(Layer("mtp", n) for n in range(model.mtp_num_layers or 0))
+    if len(embedding_uses(model, of_model)) < 2 or not any(embedding_uses(model, stage.layers) for stage in own):
         return 0
     elements = -(-model.vocab_size // sizes.tp) * model.hidden_size
     return precision_of(config).gradient * (elements if sharding == "none" else -(-elements // (sizes.dp * sizes.cp)))

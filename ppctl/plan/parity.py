@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ppctl.config.keys import keys_with, text_keys
+from ppctl.config.keys import keys_with, text_keys, value_text
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
 from ppctl.plan.plan import Plan
+from ppctl.plan.split_options import WITHOUT
 
 _LAW = {"float64": 1e-12, "float32": 1e-6}
 """The allowed max |a - b| / max |a| of a tensor if axes change the order of a sum."""
@@ -60,6 +61,9 @@ def in_one_process(plan: Plan) -> list[str]:
         *("nodes=null", "gpus_per_node=null", "pp=1", *chunks, *([] if stages > 1 else ["pipeline.pp_schedule=1f1b"])),
         *("tp=1", "cp=1", "ep=1", "etp=null", "dp=1", "sp=false"),
         f"layout={plan.layout}",
+        *(f"{key}={value_text(off)}" for key, off in WITHOUT.items()),
+        "parallel.overlap_moe_expert_parallel_comm=false",
+        "parallel.delay_wgrad_compute=false",
         "parallel.hierarchical_context_parallel_sizes=null",
         "parallel.data_parallel_sharding=none",
         "parallel.expert_dispatch=auto",

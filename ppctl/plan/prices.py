@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 
-from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.config.schema import ModelConfig, RunConfig, TrainConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.parameter_counts import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
@@ -75,15 +75,13 @@ def pricer(
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
         return layer_seconds(layer_work(model, kind, setting), machine, recomputed)
 
-    scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
+    scales, sent = _scales(model, measured, of_kind), measured.message if measured else None
 
     def of_stage(stage: int, held: tuple[Layer, ...], last: bool, alive: StageActivations | None = None) -> StageCost:
         """The cost of a stage with the layers `held`: seconds of a microbatch, its message, and its bytes."""
-        modules = recomputed_modules(train, stage)
-        runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
-        for layer, kind in zip(held, layer_kinds(model, held), strict=True):
-            one, (ahead, back) = of_kind(kind, None if layer in runs else modules), scales.get(kind, (1.0, 1.0))
+        for layer in _as_run(model, train, stage, held):
+            one, (ahead, back) = of_kind(*layer), scales.get(layer, scales.get(layer[0], (1.0, 1.0)))
             scale = (ahead, back, back, ahead, back)
             seconds.append(PartSeconds(*(each * by for each, by in zip(one, scale, strict=True))))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
@@ -117,24 +115,38 @@ def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> in
     return 0 if foreign is None else foreign.routed_bytes(behind, setting.tokens, setting.element)
 
 
+_AsRun = tuple[Kind, tuple[str, ...] | None]
+"""A kind of layer, and the modules of it that are recomputed; None if the whole layer is."""
+
+
+def _as_run(model: ModelConfig, train: TrainConfig, stage: int, held: tuple[Layer, ...]) -> list[_AsRun]:
+    """How each layer of a stage is run."""
+    modules, runs = recomputed_modules(train, stage), recomputed_runs(train, stage, held)
+    whole = {layer for run in runs for layer in run}
+    kinds = layer_kinds(model, held)
+    return [(kind, None if layer in whole else modules) for layer, kind in zip(held, kinds, strict=True)]
+
+
 def _scales(
-    config: RunConfig, measured: Profile | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
-) -> dict[Kind, tuple[float, float]]:
-    """Kind of layer -> measured over preset seconds, of forward and backward."""
+    model: ModelConfig, measured: Profile | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
+) -> dict[_AsRun | Kind, tuple[float, float]]:
+    """Measured over preset seconds, of forward and backward, of layers as the measured run had them; a kind's own key
+    is for layers that it did not run so."""
     if measured is None:
         return {}
-    rows = [(Counter(layer_kinds(config.model, layers)), seconds) for layers, seconds in measured.stages]
-    modules = recomputed_modules(config.train, 0)
-    whole = None if config.train.recompute_granularity == "full" else modules
+    held = enumerate(measured.stages)
+    rows = [(Counter(_as_run(model, measured.train, stage, layers)), seconds) for stage, (layers, seconds) in held]
     prior = {}
-    for kind in {kind for counts, _ in rows for kind in counts}:
-        one = preset(kind, whole)
-        prior[kind] = LayerSeconds(one.forward, one.input_gradient + one.weight_gradient)
+    for layer in dict.fromkeys(layer for counts, _ in rows for layer in counts):
+        one = preset(*layer)
+        prior[layer] = LayerSeconds(one.forward, one.input_gradient + one.weight_gradient)
     priced = fitted(rows, prior)
-    return {
-        kind: (priced[kind].forward / (before.forward or 1.0), priced[kind].backward / (before.backward or 1.0))
-        for kind, before in prior.items()
-    }
+    scales: dict[_AsRun | Kind, tuple[float, float]] = {}
+    for layer, before in prior.items():
+        own = priced[layer]
+        scales[layer] = own.forward / (before.forward or 1.0), own.backward / (before.backward or 1.0)
+        scales[layer[0]] = scales[layer]
+    return scales
 
 
 def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) -> float:
@@ -142,7 +154,7 @@ def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) 
     ranks send the new weights. Megatron's sums overlap with `beside`, the seconds of forward and backward."""
     precision = precision_of(config)
     each = 2 * precision.gradient
-    if config.parallel.data_parallel_sharding != "none":
+    if sharding_of(config, machine.sizes) != "none":
         each = precision.gradient + precision.weight
     summing = reduce_seconds(*on_device(count, machine.sizes), each, machine)
     # Megatron sums bucket by bucket, beside the last backward and the next step's forward.

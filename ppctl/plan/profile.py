@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import RunConfig, TrainConfig
 from ppctl.errors import some
-from ppctl.geometry.layers import Kind, Layer, parse_layers
+from ppctl.geometry.layers import Layer, parse_layers
 from ppctl.host.files import read_text
 from ppctl.layout.letters import LETTERS, LayerType, canonical_text
 from ppctl.plan.types import Derived
@@ -22,6 +22,9 @@ from ppctl.plan.violations import ConfigValues, Violation, Violations
 
 KEY = "cost.profile"
 _WITHOUT = {KEY: None}
+
+_Like = TypeVar("_Like", bound=Hashable)
+"""A kind of layer, as a run has it."""
 
 ROUNDS = 500
 """Rounds of the fit, which settles in a few dozen."""
@@ -35,12 +38,13 @@ class LayerSeconds(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A profile that was read: its file, and the layers and seconds of every stage."""
+    """A profile that was read: its file, the layers and seconds of every stage, and what the run recomputed."""
 
     path: str
     stages: tuple[tuple[tuple[Layer, ...], LayerSeconds], ...]
     message: float | None
     """Median seconds of a message; none if the run sent none."""
+    train: TrainConfig
 
 
 def read_profile(values: ConfigValues, violations: Violations) -> Profile | None:
@@ -71,7 +75,7 @@ def read_profile(values: ConfigValues, violations: Violations) -> Profile | None
     from statistics import median  # slow to import, and few plans have a profile
 
     held = tuple((parse_layers(layers), seconds) for layers, seconds in stages)
-    return Profile(path, held, median(times) if times else None)
+    return Profile(path, held, median(times) if times else None, values.config.train)
 
 
 def _seconds(value: object) -> float:
@@ -100,14 +104,14 @@ def subject(config: RunConfig) -> dict[str, Any]:
     """The values that a measurement depends on, written into profile.json and compared when it is read: layers and a
     rank's share of a microbatch. pp, vpp, dp and the layout may differ."""
     model = {f"model.{key}": value for key, value in asdict(config.model).items() if key != "from"}
-    parallel = config.parallel
+    parallel, moe = config.parallel, config.model.num_moe_experts
     names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "bf16", "fp16")
+    recomputed = [f"train.{name}" for name in asdict(config.train) if name.startswith("recompute_")]
     return {
         **model,
-        **{f"parallel.{name}": getattr(parallel, name) for name in names},
-        "train.micro_batch_size": config.train.micro_batch_size,
-        "train.recompute_granularity": config.train.recompute_granularity,
-        "data.seq_length": config.data.seq_length,
+        **{f"parallel.{name}": getattr(parallel, name) for name in (*names, "sequence_parallel")},
+        "parallel.expert_tensor_parallel_size": parallel.expert_tensor_parallel_size if moe else 1,
+        **{name: config[name] for name in ("train.micro_batch_size", *recomputed, "data.seq_length")},
     }
 
 
@@ -119,8 +123,8 @@ def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def fitted(
-    stages: Sequence[tuple[Counter[Kind], LayerSeconds]], prior: Mapping[Kind, LayerSeconds]
-) -> dict[Kind, LayerSeconds]:
+    stages: Sequence[tuple[Counter[_Like], LayerSeconds]], prior: Mapping[_Like, LayerSeconds]
+) -> dict[_Like, LayerSeconds]:
     """The cost of every kind of layer in the measured stages. Kinds that stages do not tell apart keep the proportions
     of `prior`: every round spreads each stage's residue over its kinds, in proportion to `prior` (Kaczmarz). The rounds
     converge to the nearest costs that explain the stages."""
@@ -134,8 +138,8 @@ def fitted(
 
 
 def _settled(
-    rows: Sequence[tuple[Counter[Kind], float]], start: Mapping[Kind, float], scale: float
-) -> dict[Kind, float]:
+    rows: Sequence[tuple[Counter[_Like], float]], start: Mapping[_Like, float], scale: float
+) -> dict[_Like, float]:
     """Seconds of each kind that explain the measured stages, by Kaczmarz' method: each row in turn is met exactly, with
     changes in proportion to `start` x `scale`."""
     weights = {kind: seconds * scale for kind, seconds in start.items()}

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ppctl.config.argv import LAYOUT
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
@@ -21,6 +22,7 @@ from ppctl.plan.memory import held_bytes, setting_of
 from ppctl.plan.memory_limit import amount, available_text
 from ppctl.plan.plan import Plan
 from ppctl.plan.plan_picture import picture
+from ppctl.plan.split_options import WITHOUT
 from ppctl.plan.types import RankCost, StageSpec
 from ppctl.records.rehearsal_record import STEP, LayerKernels, Rehearsed, StageMemory
 from ppctl.schedule.action import LIFE_ENDS, Action, F, Op, stages_with_backwards
@@ -85,7 +87,8 @@ def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
             break
         shorter = deepcopy(config)
         shorter.train.global_batch_size = count * config.train.micro_batch_size * plan.sizes.dp
-        shorter.parallel.pipeline_model_parallel_layout = plan.layout
+        for key, value in {**WITHOUT, LAYOUT: plan.layout}.items():
+            shorter[key] = value
         try:
             made = build_plan(shorter, plan.provenance)
         except ConfigError:

@@ -31,6 +31,9 @@ NAMES = "pipeline.module_fqns_per_model_part"
 
 OPTIONS = (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, PER_STAGE, ROUND, NAMES)
 
+WITHOUT: Overrides = {key: False if key in (EMBEDDING, LOSS) else None for key in OPTIONS}
+"""No option, as a given layout needs it."""
+
 _COMPATIBLE = ({FIRST, LAST}, {EMBEDDING, LOSS, PER_CHUNK}, {PER_STAGE, ROUND}, {NAMES})
 """Options that may be set at the same time."""
 
@@ -67,7 +70,7 @@ def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, De
         message = str(error) if isinstance(error, Unfit) else error.problems[0].message
         candidates = error.candidates if isinstance(error, Unfit) else ()
         place = values.cite(*used, "layout", "pp", "vpp", "model.num_layers")
-        off = {key: False if key in (EMBEDDING, LOSS) else None for key in used}
+        off = {key: WITHOUT[key] for key in used}
         both = {**off, "layout": None, "vpp": None}
         violations.append(Violation(code, "split", message, place, *candidates, off, both))
         return None

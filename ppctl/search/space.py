@@ -184,10 +184,10 @@ class SearchSpace:
         return tuple(row.name for row in (rows[:1] if pp == 1 else rows))
 
     def shardings(self, sizes: ParallelSizes) -> tuple[str, ...]:
-        """The kinds of sharding to try; only `none` if there are no replicas."""
-        if SHARDING in self.fixed:
-            return (self.values[SHARDING],)
-        return ("none", "optimizer_gradients", "full") if sizes.dp * sizes.cp > 1 else ("none",)
+        """The kinds of sharding to try; only `none` if there are no replicas, whatever was typed."""
+        if sizes.dp * sizes.cp == 1:
+            return ("none",)
+        return (self.values[SHARDING],) if SHARDING in self.fixed else ("none", "optimizer_gradients", "full")
 
     def _way_list(self, pp: int) -> list[tuple[int, str]]:
         """Every number of chunks with every schedule that runs it."""
@@ -225,8 +225,9 @@ class SearchSpace:
         words = self._axis_words(point) | {
             "vpp": point.vpp,
             "mbs": point.micro_batch_size,
-            SHARDING: point.data_parallel_sharding,
         }
+        if SHARDING not in self.fixed:
+            words[SHARDING] = point.data_parallel_sharding
         if not self._is_fixed("dp", ()):
             words["dp"] = None
         if SCHEDULE not in self.fixed and point.schedule != schedule_policy(self.values[SCHEDULE]):

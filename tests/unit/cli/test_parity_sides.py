@@ -44,6 +44,19 @@ def test_the_last_of_two_words_about_a_key_counts(run):
     assert cut.provenance["parallel.tensor_model_parallel_size"] == "command line, replacing tp=4"
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["model.num_layers=7", "parallel.account_for_embedding_in_pipeline_split=true"],
+        ["model.num_layers=8", "pipeline.layers_per_stage=4", "pipeline.pp_schedule=1f1b"],
+        ["model.num_moe_experts=4", "ep=2", "dp=2", "parallel.overlap_moe_expert_parallel_comm=true"],
+    ],
+)
+def test_what_only_a_cut_can_do_is_left_out_in_one_process(typed):
+    (_, alone), (_, cut) = sides(*CPU, "layout=null", "vpp=1", "launch.transport=channels", *typed)
+    assert (alone.layout, alone.sizes.world) == (cut.layout, 1)
+
+
 def test_two_runs_that_do_not_compute_the_same_are_told_in_which_keys():
     one, other = (compose([*CPU, *more]).config for more in ([], ["pp=4", "vpp=1", "steps=9", "optim.lr=1.0"]))
     assert other_keys(one, other) == ["optim.lr"]

@@ -9,8 +9,7 @@ from itertools import combinations_with_replacement
 import pytest
 
 from ppctl.plan.auto_layout import LayoutSearch, SearchResult
-from ppctl.plan.layout_scores import Candidate, Price, StagePrice, worst_moments
-from ppctl.plan.memory import Held
+from ppctl.plan.layout_scores import Candidate, Price, StagePrice
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.schedule.action import Channel, Op, Schedule
 from ppctl.schedule.policies import make_schedule
@@ -46,15 +45,21 @@ def seconds_of(candidate: Candidate, schedule: Schedule, price: Price) -> float:
     )
 
 
-def peak_of(candidate: Candidate, schedule: Schedule, price: Price) -> int:
-    """By walking every list: what a device holds at its worst moment."""
-    of_stages, worst = [held for _, held in prices_of(candidate, price)], 0
-    for pp_rank, row in enumerate(schedule.actions):
-        held = sum(of_stages[stage].state for stage in schedule.placement.stages_of(pp_rank))
-        for op, stage, _ in row:
-            held += of_stages[stage].kept * ((op is Op.F) - (op is Op.B))
-            worst = max(worst, held)
+def held_by(pp_rank: int, kinds: tuple[int, ...], schedule: Schedule) -> int:
+    """By walking the rank's list: what its device holds at its worst moment. A stage's kind is its state in bytes, of
+    which it keeps a tenth of each microbatch."""
+    state = dict(zip(schedule.placement.stages_of(pp_rank), kinds, strict=True))
+    worst = held = sum(kinds)
+    for op, stage, _ in schedule.actions[pp_rank]:
+        held += state[stage] // 10 * ((op is Op.F) - (op is Op.B))
+        worst = max(worst, held)
     return worst
+
+
+def peak_of(candidate: Candidate, schedule: Schedule, price: Price) -> int:
+    states, place = [state for _, state in prices_of(candidate, price)], schedule.placement
+    owned = (tuple(map(states.__getitem__, place.stages_of(pp_rank))) for pp_rank in range(place.pp))
+    return max(held_by(pp_rank, kinds, schedule) for pp_rank, kinds in enumerate(owned))
 
 
 def search_layout(
@@ -66,7 +71,11 @@ def search_layout(
         StageSpec(*each, layers=(), receives=(), sends=(), params=0, replicated_params=0, flops_forward=0)
         for each in places
     ]
-    return LayoutSearch(num_layers, has_mtp, schedule, stages, price, limit).run()
+
+    def peak_bytes(pp_rank: int, kinds: tuple[int, ...], _: int) -> int:
+        return held_by(pp_rank, kinds, schedule)
+
+    return LayoutSearch(num_layers, has_mtp, schedule, stages, price, peak_bytes, limit).run()
 
 
 def random_case(seed: int) -> tuple[int, bool, Schedule, Price]:
@@ -82,9 +91,8 @@ def random_case(seed: int) -> tuple[int, bool, Schedule, Price]:
         embedding, has_loss = stage == 0, stage == pp * vpp - 1
         work = sum(layers[first : first + count]) + e * embedding + loss * has_loss + mtp * has_m
         state = 100 * (count + has_m) + 80 * (embedding + has_loss)
-        kept = 10 * (count + has_m) + 5 * has_loss
         sent = message * (1 + (first + count) / 4)
-        return StageCost(work, 0.9 * work, 1.1 * work, sent, 0, kept), Held(state, kept, kept)
+        return StageCost(work, 0.9 * work, 1.1 * work, sent, 0, 0), state
 
     name = "interleaved_1f1b" if vpp > 1 else "1f1b"
     schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
@@ -122,8 +130,3 @@ def test_where_nothing_fits_it_is_the_one_that_exceeds_least() -> None:
 def test_it_is_the_same_every_time() -> None:
     case = random_case(7)
     assert search_layout(*case) == search_layout(*case)
-
-
-def test_worst_moments_are_those_that_no_other_exceeds() -> None:
-    schedule = make_schedule("interleaved_1f1b", pp=2, vpp=2, num_microbatches=4)
-    assert worst_moments(schedule.actions[0], (0, 2)) == ((4, 1), (3, 2))

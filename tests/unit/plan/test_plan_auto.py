@@ -40,6 +40,27 @@ def test_it_stays_within_memory_where_a_layout_does() -> None:
     assert max(cost.peak_bytes for cost in made.pp_ranks) <= limit
 
 
+COUNTED = {
+    "what is computed again": dict(train__recompute_granularity="full"),
+    "copies for sums": dict(dp=2),
+    "weights that exist for a layer at a time": dict(
+        dp=2, parallel__data_parallel_sharding="full", cost__stack="megatron", cost__device="h100"
+    ),
+    "hidden states of MTP layers": dict(model__mtp_num_layers=2),
+}
+
+
+@pytest.mark.parametrize("counted", COUNTED.values(), ids=COUNTED)
+def test_it_counts_the_bytes_that_the_plan_counts(counted: dict) -> None:
+    sizes = dict(counted, pp=4, gbs=8, model__num_layers=16, model__vocab_size=6000, launch__memory_reserve="0")
+    free = plan(layout="auto", **sizes)
+    peak = max(cost.peak_bytes for cost in free.pp_ranks)
+    fitting = plan(layout="auto", launch__device_memory=str(peak), **sizes)
+    smaller = plan(layout="auto", launch__device_memory=str(peak - 1), **sizes)
+    assert fitting.layout == free.layout != smaller.layout
+    assert not fitting.problems and not smaller.problems
+
+
 def recorded() -> list[dict]:
     """Recorded layouts that Megatron accepts, one for each pipeline, of models that a plan can be made of."""
     kept = [row for row in WILD if row["checked"]["valid_mcore"] and isinstance(row["layout"], str)]

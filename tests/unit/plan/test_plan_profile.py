@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from unit_plan import equation, plan, refusal
+from unit_plan import config_values, equation, plan, refusal
 
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import Kind
@@ -58,12 +58,44 @@ def test_a_profile_of_another_model_is_refused_by_what_differs(tmp_path: Path) -
     assert refusal(pp=2, cost__profile=other) == ["PP-E821"]
 
 
+@pytest.mark.parametrize("key", ["train.recompute_modules", "train.recompute_stages", "parallel.sequence_parallel"])
+def test_a_profile_of_another_way_to_run_the_layers_is_refused(tmp_path: Path, key: str) -> None:
+    assert refusal(pp=2, cost__profile=written(tmp_path / "other.json", **{key: [1]})) == ["PP-E821"]
+
+
 def test_a_key_that_a_profile_does_not_know_had_its_default_when_it_was_measured(tmp_path: Path) -> None:
     bare = tmp_path / "bare.json"
     rows = [{"layers": ["embedding", "loss"], "forward_s": 1, "backward_s": 2}]
     bare.write_text(json.dumps({"subject": {}, "stages": rows}))
     assert plan(cost__profile=f"@{bare}").time_calibrated
     assert refusal(mbs=2, gbs=16, cost__profile=f"@{bare}") == ["PP-E821"]
+
+
+RECOMPUTED = {
+    "every layer": dict(train__recompute_granularity="full"),
+    "the first layer of a stage": dict(
+        train__recompute_granularity="full", train__recompute_method="block", train__recompute_num_layers=1
+    ),
+    "the last stage": dict(train__recompute_granularity="full", train__recompute_stages=[3]),
+    "modules of the last stage": dict(
+        train__recompute_granularity="selective", train__recompute_modules=["mlp"], train__recompute_stages=[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("recomputed", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_a_profile_of_what_is_computed_again_gives_its_own_seconds(tmp_path: Path, recomputed: dict) -> None:
+    sizes = dict(pp=4, gbs=16, seq=1024, model__vocab_size=6000, **recomputed)
+    preset = plan(**sizes)
+    rows = [
+        {"layers": list(map(str, stage.layers)), "forward_s": cost.forward_s, "backward_s": cost.backward_s}
+        for stage, cost in zip(preset.stages, preset.timing.stages, strict=True)
+    ]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"subject": subject(config_values(**sizes).config), "stages": rows}))
+    made = plan(cost__profile=f"@{path}", **sizes)
+    for before, after in zip(preset.timing.stages, made.timing.stages, strict=True):
+        assert (after.forward_s, after.backward_s) == pytest.approx((before.forward_s, before.backward_s), rel=1e-6)
 
 
 ROW = {"layers": ["decoder.0"], "forward_s": 1.0, "backward_s": 2.0}

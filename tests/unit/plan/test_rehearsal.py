@@ -98,6 +98,21 @@ def test_fewer_microbatches_fill_every_device_as_much(schedule):
     assert config.train.global_batch_size == 64
 
 
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict(model__num_layers=7, parallel__account_for_embedding_in_pipeline_split=True),
+        dict(model__num_layers=10, parallel__num_layers_in_first_pipeline_stage=1),
+        dict(model__num_layers=8, pipeline__layers_per_stage=1, pipeline__pp_schedule="interleaved1f1b"),
+    ],
+)
+def test_stages_by_another_systems_option_are_kept_with_fewer_microbatches(split):
+    config, plan = made(pp=4, gbs=64, **split)
+    _, short = shortened(config, plan)
+    assert short.num_microbatches < plan.num_microbatches
+    assert short.layout == plan.layout
+
+
 def test_a_schedule_that_holds_all_microbatches_is_not_shortened():
     config, plan = made(pp=2, vpp=1, pipeline__pp_schedule="gpipe", gbs=64)
     assert shortened(config, plan) == (config, plan)

@@ -68,6 +68,25 @@ def test_weights_that_megatron_gathers_layer_by_layer_are_not_held_all_at_once()
     assert division.certain(state, "full") <= peak(plan) < state.optimizer + state.weights
 
 
+def test_a_typed_sharding_divides_nothing_where_there_are_no_replicas() -> None:
+    shape = ["num_layers=8", "hidden_size=512", "num_attention_heads=8", "ffn_hidden_size=2048", "vocab_size=4096"]
+    words = ["launch.device=cuda", "cost.device=h100", "seq=128", "gbs=8", "mbs=1", "gpus_per_node=2", "pp=2", "vpp=1"]
+    words += ["pipeline.pp_schedule=1f1b", "parallel.data_parallel_sharding=full", "launch.memory_reserve=0"]
+    words += [f"model.{word}" for word in shape]
+
+    def drawn(memory: int) -> SearchSpace:
+        composed = compose([*words, "train.recompute_granularity=full", f"launch.device_memory={memory}"])
+        return SearchSpace(ConfigValues(composed.config, composed.provenance))
+
+    plan = plan_alone(drawn(2**36).values)
+    assert plan is not None
+    search = Search(drawn(peak(plan)))
+    for _ in search.run():
+        pass
+    assert [found.plan.step_time_s for found in search.found] == [plan.step_time_s]
+    assert "parallel.data_parallel_sharding" not in search.space.words(search.found[0].configuration)
+
+
 def _divided_to_the_end(search: Search, plans: dict[object, Plan]) -> None:
     """Every branch's bound is at most those of its parts and of its plan, and what memory cuts off does not fit."""
     tree, bounds = search.tree, {}
