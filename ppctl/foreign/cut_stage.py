@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -57,6 +58,8 @@ class CutStage(nn.Module):
         """Canonical name -> the name within the module."""
         self._arrived: Tensor | None = None
         self._entered = True
+        self._first: str | None = None
+        """The own module that gets the arrived tensor; None before a forward."""
         self._connect()
 
     def forward(self, arrived: Tensor | None, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -124,18 +127,36 @@ class CutStage(nn.Module):
         target.forward = self._behind if part > self.number else self._before(name, target)
 
     def _own(self, name: str, forward: Forward) -> Forward:
-        return partial(self._run_own, forward)
+        return partial(self._run_own, name, forward)
 
     def _before(self, name: str, module: nn.Module) -> Forward:
         return partial(self._stand_in, name)
 
-    def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
+    def _run_own(self, name: str, forward: Forward, *positional: Any, **named: Any) -> Any:
         """Call a module of this stage; the first one called gets the arrived tensor in place of its first tensor."""
-        if not self._entered:
-            self._entered = True
-            assert self._arrived is not None  # set, since a stage without one counts as entered
-            positional, named = with_first_tensor((positional, named), self._arrived)
+        if not self._entered or name == self._first:
+            positional, named = self._with_arrived(name, (positional, named))
         return forward(*positional, **named)
+
+    def _with_arrived(self, name: str, arguments: Arguments) -> Arguments:
+        """Return the arguments of this stage's first module, with the arrived tensor in the forward's first call.
+
+        The tensor that it replaces remembers it: activation checkpointing calls the module again in the backward, with
+        the same tensor. Raises ConfigError (PP-E132) for checkpointing that would compute from the stand-in's zeros.
+        """
+        given: Any = first_tensor(arguments)
+        instead = getattr(given, _ARRIVED, None)
+        if instead is None and self._arrived is not None:
+            if not self._entered:
+                if self._arrived.requires_grad and not torch.is_grad_enabled():
+                    what = "runs without gradients (checkpoint with use_reentrant=True, or no_grad)"
+                    raise _unlike_whole(name, self.number, what)
+                instead = None if given is self._arrived else self._arrived  # no tensor refers to itself
+            self._entered, self._first = True, name
+            setattr(given, _ARRIVED, instead)
+        elif not hasattr(given, _ARRIVED) and _in_backward():
+            raise _unlike_whole(name, self.number, _RECOMPUTED)
+        return arguments if instead is None else with_first_tensor(arguments, instead)
 
     def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
         """Return zeros of the form of an earlier module's result, or the arrived tensor if that form is unknown."""
@@ -146,12 +167,28 @@ class CutStage(nn.Module):
 
     def _behind(self, *positional: Any, **named: Any) -> Any:
         """Raise Departed with the first tensor of a later stage's module, which is this stage's result."""
+        if _in_backward():
+            raise _unlike_whole(self.cut.parts[self.number + 1][0], self.number + 1, _RECOMPUTED)
         raise Departed(first_tensor((positional, named)))
 
     def _inside(self, forward: Forward, *positional: Any, **named: Any) -> Any:
         """Run the inner model's forward. Its first tensor counts as arrived, unless this stage begins that model."""
         first = self.number == self.cut.inner_parts[0]
         return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
+
+
+_ARRIVED = "_ppctl_arrived"
+"""The attribute of a first tensor that the first module of a stage got: what took its place; None if nothing did."""
+_RECOMPUTED = "activation checkpointing recomputes code before it, too"
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _unlike_whole(name: str, part: int, what: str) -> ConfigError:
+    remedy = "x = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)"
+    return ConfigError(Problem("PP-E132", f"{name} begins part {part}, but {what}", remedy))
 
 
 def first_tensor(arguments: Arguments) -> Tensor:
