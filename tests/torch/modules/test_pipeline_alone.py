@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppctl
 from ppctl.errors import ConfigError, PpctlError
+from ppctl.modules import python_pipeline
 
 
 def test_a_dry_pass_leaves_everything_as_it_was() -> None:
@@ -83,6 +84,35 @@ def test_a_dry_pass_runs_every_kernel_of_steps_and_evaluations(first: str, monke
     assert len(run.seen) > 15
     around = {"aten.stack.default", "aten.sum.default", "aten.detach.default", "aten.slice.Tensor", "aten.split.Tensor"}
     assert {each for each in run.seen - seen if each[0] not in around} == set()
+
+
+class Skipping(nn.Module):
+    """Has a residual over the cut if `skip`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, skip: object, scale: float = 1.0) -> torch.Tensor:
+        h = self.one(x) * scale
+        return self.two(h) + h if skip else self.two(h)
+
+
+@pytest.mark.parametrize("on", [True, 1, "skip"])
+def test_a_flag_that_opens_a_way_over_the_cut_is_found_in_a_later_batch(
+    on: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_pipeline, "_MOST_KNOWN", 2)
+    config = ppctl.PipelineConfig(
+        pp_schedule="interleaved_1f1b", module_fqns_per_model_part=[["one"], ["two"]], loss_fn=nn.functional.mse_loss
+    )
+    pipeline, x = ppctl.pipeline(Skipping(), config), torch.ones(2, 4)
+    for off in (False, None, "", 0):
+        pipeline.step({"x": x, "skip": off, "scale": 2.0, "labels": x})
+    pipeline.step({"x": x, "skip": 0, "scale": 3.0, "labels": x})
+    assert len(pipeline._known) == 2
+    with pytest.raises(ConfigError, match="in part 1, reads a tensor of part 0"):
+        pipeline.step({"x": x, "skip": on, "labels": x})
 
 
 def test_evaluation_gives_every_module_its_own_mode_back() -> None:
