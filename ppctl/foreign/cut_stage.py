@@ -76,6 +76,10 @@ class CutStage(nn.Module):
 
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
         """This stage's parameters by the names that the whole model gives them."""
+        return self.all_parameters()
+
+    def all_parameters(self) -> Mapping[str, nn.Parameter]:
+        """This stage's parameters, trained or not, by the names that the whole model gives them."""
         return {name: self.model.get_parameter(own) for name, own in self._names.items()}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:

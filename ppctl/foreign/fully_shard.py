@@ -38,7 +38,7 @@ class StageDtypes:
 
 def dtypes_of(stage: Any) -> StageDtypes:
     """The dtypes of a stage whose attribute `model` is the whole model's tree of modules."""
-    own = {id(each) for each in stage.canonical_parameters().values()}
+    own = {id(each) for each in stage.all_parameters().values()}
     policies: dict[str, Any] = {}
     weights: dict[str, torch.dtype] = {}
     buffers: dict[str, torch.dtype] = {}

@@ -233,7 +233,7 @@ class Pipeline:
                 self._source.refuse_values(divided.given)
             known = divided
         call = "a step" if training else "an evaluation"
-        ready = known is not None and known.shapes in self._known
+        ready = known is not None and known.shapes in self._known and self._stages.trains_as_compared
         if self._same(f"{call} of {known.shapes}" if known is not None and ready else None, self._broken):
             assert known is not None  # set with its text
             return known
