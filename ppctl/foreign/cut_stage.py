@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ppctl.errors import ConfigError, Problem
-from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers
+from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers, unwrapped
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(positional arguments, arguments by name)."""
@@ -85,7 +85,7 @@ class CutStage(nn.Module):
     def canonical_buffers(self) -> Mapping[str, Tensor]:
         """This stage's saved buffers, by the names that the whole model gives them."""
         modules = self.model.named_modules()
-        return {f"{path}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
+        return {f"{unwrapped(path)}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
 
     def holds(self, path: str) -> bool:
         """Whether the module at this path computes here: it is this stage's, or has no parameters and saved buffers."""

@@ -43,7 +43,12 @@ class RankStages:
             ranks, "make the stages", lambda: {n: source.make_stage(n, device) for n in self.numbers}, own=True
         )
         self.made: dict[int, Any] = made
-        self.modules: dict[int, Any] = {n: (parallelize(m) or m) if parallelize else m for n, m in made.items()}
+
+        def parallelized() -> dict[int, Any]:
+            results = {n: None if parallelize is None else parallelize(m) for n, m in made.items()}
+            return {n: made[n] if result is None else result for n, result in results.items()}
+
+        self.modules: dict[int, Any] = agreed(ranks, "parallelize the stages", parallelized, own=True)
         self.sync = {n: GradientSync(module) for n, module in self.modules.items()}
         agreed(ranks, "look at how stages are sharded", lambda: self._check_sync(config))
         computed = agreed(
