@@ -239,30 +239,36 @@ def copied(
     """Copy a model's tree of modules, hooks included, with its tensors on a device. With a `cut` only the tensors of
     part `number` are copied: all others become one NaN each, expanded to their shape. Tensors that are on the device
     already stay the same objects, except the parameters named in `uses`."""
-    modules = dict(model.named_modules())
-    tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    twin = copy.deepcopy(model, {id(tensor): _UNCOPIED for tensor in tensors})
+    copies: dict[int, Any] = {}
+    """Tensor, by id -> what takes its place wherever a module refers to it, such as the list of weights of an LSTM."""
+    made: dict[tuple[str, str], Tensor] = {}
     moved: dict[int, Tensor] = {}
-    for path, module in twin.named_modules():
-        owned = cut.part_of(path) in (None, number)
-        for table in ("_parameters", "_buffers"):
-            for key, tensor in getattr(modules[path], table).items():
-                if tensor is None:
-                    continue
-                if not owned:
-                    del getattr(module, table)[key]
-                    module.__dict__[key] = _unset(tensor, (), device).expand(tensor.shape)
-                elif (f"{path}.{key}" if path else key) in uses:
-                    getattr(module, table)[key] = _moved(tensor, device, copied=True)
-                else:
-                    if id(tensor) not in moved:  # a tensor with several names stays one tensor
-                        moved[id(tensor)] = _moved(tensor, device)
-                    getattr(module, table)[key] = moved[id(tensor)]
+    owned = {path: cut.part_of(path) in (None, number) for path, _ in model.named_modules()}
+    for path, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            if not owned[path]:
+                made[path, key] = _unset(tensor, (), device).expand(tensor.shape)
+            elif (f"{path}.{key}" if path else key) in uses:
+                made[path, key] = _moved(tensor, device, copied=True)
+            else:
+                if id(tensor) not in moved:  # a tensor with several names stays one tensor
+                    moved[id(tensor)] = _moved(tensor, device)
+                made[path, key] = moved[id(tensor)]
+            if owned[path] or id(tensor) not in copies:
+                copies[id(tensor)] = made[path, key]
+    twin = copy.deepcopy(model, copies)
+    modules = dict(twin.named_modules())
+    for (path, key), tensor in made.items():
+        tables: Any = modules[path]._parameters, modules[path]._buffers
+        table = next(each for each in tables if key in each)
+        if owned[path]:
+            table[key] = tensor
+        else:
+            del table[key]
+            modules[path].__dict__[key] = tensor
     return twin
-
-
-_UNCOPIED = object()
-"""A placeholder for every tensor while modules are copied, so that no values are copied."""
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:

@@ -86,6 +86,35 @@ def test_a_dry_pass_runs_every_kernel_of_steps_and_evaluations(first: str, monke
     assert {each for each in run.seen - seen if each[0] not in around} == set()
 
 
+class Recurrent(nn.Module):
+    """Two modules that keep a list of their weights beside them."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = (kind(4, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)[0])[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_are_cut_like_others(kind: type[nn.RNNBase]) -> None:
+    config = ppctl.PipelineConfig(
+        pp_schedule="interleaved_1f1b", module_fqns_per_model_part=[["one"], ["two"]], loss_fn=nn.functional.mse_loss
+    )
+    model, whole, x = Recurrent(kind), Recurrent(kind), torch.ones(1, 3, 4)
+    pipeline = ppctl.pipeline(model, config)
+    pipeline.step((x, x / 2))
+    nn.functional.mse_loss(whole(x), x / 2).backward()
+    expected = dict(whole.named_parameters())
+    assert {name for name, _ in pipeline.named_parameters()} == expected.keys()
+    assert all(torch.equal(p.grad, expected[name].grad) for name, p in pipeline.named_parameters())
+    with torch.no_grad():
+        next(pipeline.parameters()).add_(1.0)  # what an optimizer does
+    assert torch.equal(pipeline.eval((x, x / 2)), nn.functional.mse_loss(model(x), x / 2))
+
+
 class Skipping(nn.Module):
     """Has a residual over the cut if `skip`."""
 
