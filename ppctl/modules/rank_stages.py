@@ -238,7 +238,7 @@ def _unequal(names: list[str], code: str) -> Problem:
 def _bytes(tensor: Any) -> Any:
     # Makes a tensor whole that `parallelize` has divided.
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.cpu().contiguous().view(torch.uint8).numpy()
+    return whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # a scalar has no last dim to view
 
 
 def _in_model_order(of_ranks: list[dict[int, StageDtypes]]) -> list[StageDtypes]:

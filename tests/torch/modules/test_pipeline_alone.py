@@ -115,6 +115,28 @@ def test_recurrent_modules_are_cut_like_others(kind: type[nn.RNNBase]) -> None:
     assert torch.equal(pipeline.eval((x, x / 2)), nn.functional.mse_loss(model(x), x / 2))
 
 
+class Scaled(nn.Linear):
+    """Scales by one number, which another module shares."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__(4, 4)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_modules_may_share_a_scalar() -> None:
+    scale = nn.Parameter(torch.tensor(2.0))
+    config = ppctl.PipelineConfig(
+        pp_schedule="interleaved_1f1b", module_fqns_per_model_part=[["0"], ["1"]], loss_fn=nn.functional.mse_loss
+    )
+    pipeline = ppctl.pipeline(nn.Sequential(Scaled(scale), Scaled(scale)), config)
+    pipeline.step((torch.ones(1, 4), torch.ones(1, 4)))
+    one, two = (each.grad for name, each in pipeline.named_parameters() if name.endswith("scale"))
+    assert torch.equal(one, two) and one != 0
+
+
 class Skipping(nn.Module):
     """Has a residual over the cut if `skip`."""
 
