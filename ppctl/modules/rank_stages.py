@@ -46,6 +46,10 @@ class RankStages:
 
         def parallelized() -> dict[int, Any]:
             results = {n: None if parallelize is None else parallelize(m) for n, m in made.items()}
+            for result in results.values():
+                if result is not None and not isinstance(result, nn.Module):
+                    message = f"parallelize returns a module or None, not a {type(result).__name__}"
+                    raise misuse(message, "def parallelize(stage): ...; return stage")
             return {n: made[n] if result is None else result for n, result in results.items()}
 
         self.modules: dict[int, Any] = agreed(ranks, "parallelize the stages", parallelized, own=True)

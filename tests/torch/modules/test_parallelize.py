@@ -92,6 +92,16 @@ def test_wrapped_modules_keep_their_names_and_their_bits(parallelize: Any) -> No
     assert [name for name, each in gradients.items() if not torch.equal(each, found[name])] == []
 
 
-def test_an_exception_in_it_is_one_of_all_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"PP-E553: rank 0 failed to parallelize the stages: ZeroDivisionError"):
-        run(lambda stage: 1 / 0)
+@pytest.mark.parametrize(
+    ("parallelize", "text"),
+    [
+        (lambda stage: 1 / 0, "PP-E553: rank 0 failed to parallelize the stages: ZeroDivisionError"),
+        (
+            lambda stage: stage.register_forward_hook(print),
+            "PP-E130: parallelize returns a module or None, not a R",
+        ),
+    ],
+)
+def test_what_goes_wrong_in_it_is_an_error_of_all_ranks(parallelize: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        run(parallelize)
