@@ -246,13 +246,8 @@ def whole_config(model: Any) -> tuple[Any, torch.dtype]:
         problems.append(Problem("PP-E132", message, remedy))
     if hooked := [path or name for path, module in modules.items() if _has_hooks(module)]:
         message = f"this {name} has hooks on {some(hooked, 3)}, but its stages are made from its config"
-        problems.append(
-            Problem(
-                "PP-E132",
-                message,
-                "handle.remove(), and parallelize=a function that puts hooks on the modules of a stage",
-            )
-        )
+        remedy = "handle.remove(), and parallelize=a function that puts hooks on the modules of a stage"
+        problems.append(Problem("PP-E132", message, remedy))
     if any(getattr(each, "gradient_checkpointing", False) for each in modules.values()):
         message = f"this {name} recomputes activations, but its stages are made from its config"
         remedy = "parallelize=lambda stage: stage.model.gradient_checkpointing_enable()"
