@@ -131,7 +131,7 @@ class RankStages:
                 pairs = some([f"{name} and {owner}" for name, owner in unlike])
                 message = f"one of {pairs} is trained, the other is not, but they are one parameter"
                 names = tuple(sorted({name for pair in unlike for name in pair}))
-                remedy = f"for name, each in pipeline.named_parameters(): each.requires_grad_(name not in {names})"
+                remedy = f"[p.requires_grad_(False) for name, p in pipeline.named_parameters() if name in {names}]"
                 raise misuse(message, remedy)
 
         if owned:
