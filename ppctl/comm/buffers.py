@@ -52,6 +52,7 @@ class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
         pairs = zip(message, self, strict=True)
         return all(t.dtype == dtype and (shape is None or t.shape == shape) for t, (shape, dtype) in pairs)
 
+    @torch.inference_mode(False)  # else buffers of an evaluation could take no part in a later step
     def make(self, device: torch.device, shapes: Sequence[Sequence[int]] | None = None) -> Message:
         """New uninitialised tensors; `shapes` gives their shapes if the spec leaves them open."""
         sizes = [shape for shape, _ in self] if shapes is None else shapes

@@ -157,7 +157,8 @@ def _sides(
     """(modules called before all layers, after all layers). Raises CannotCut unless each layer runs once, in order."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
-        wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])
+        # At the first place with another layer: that layer, if it is called again, else the one that is missing there.
+        wrong = next(min(place) for place in enumerate([*order, count]) if place[0] != place[1])
         raise CannotCut(f"{name}.{wrong} is not called exactly once, after the layers before it")
     begin, end = calls.index(0), calls.index(count - 1)
     first, last = [], []

@@ -82,6 +82,15 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((k, buffer) for k, buffer in module._buffers.items() if buffer is not None and k not in transient)
 
 
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
+"""Names that torch's checkpoint_wrapper and compile put in front of a module's own."""
+
+
+def unwrapped(path: str) -> str:
+    """The path that a module had before torch's checkpoint_wrapper or compile was put around it or a module above."""
+    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)
+
+
 def further_names(model: nn.Module) -> dict[str, str]:
     """Map every further name of a shared parameter to the parameter's first name."""
     owners: dict[int, str] = {}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers
+from ppctl.errors import ConfigError, Problem
+from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers, unwrapped
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(positional arguments, arguments by name)."""
@@ -57,6 +58,8 @@ class CutStage(nn.Module):
         """Canonical name -> the name within the module."""
         self._arrived: Tensor | None = None
         self._entered = True
+        self._first: str | None = None
+        """The own module that gets the arrived tensor; None before a forward."""
         self._connect()
 
     def forward(self, arrived: Tensor | None, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -73,12 +76,16 @@ class CutStage(nn.Module):
 
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
         """This stage's parameters by the names that the whole model gives them."""
+        return self.all_parameters()
+
+    def all_parameters(self) -> Mapping[str, nn.Parameter]:
+        """This stage's parameters, trained or not, by the names that the whole model gives them."""
         return {name: self.model.get_parameter(own) for name, own in self._names.items()}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
         """This stage's saved buffers, by the names that the whole model gives them."""
         modules = self.model.named_modules()
-        return {f"{path}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
+        return {f"{unwrapped(path)}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
 
     def holds(self, path: str) -> bool:
         """Whether the module at this path computes here: it is this stage's, or has no parameters and saved buffers."""
@@ -124,18 +131,36 @@ class CutStage(nn.Module):
         target.forward = self._behind if part > self.number else self._before(name, target)
 
     def _own(self, name: str, forward: Forward) -> Forward:
-        return partial(self._run_own, forward)
+        return partial(self._run_own, name, forward)
 
     def _before(self, name: str, module: nn.Module) -> Forward:
         return partial(self._stand_in, name)
 
-    def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
+    def _run_own(self, name: str, forward: Forward, *positional: Any, **named: Any) -> Any:
         """Call a module of this stage; the first one called gets the arrived tensor in place of its first tensor."""
-        if not self._entered:
-            self._entered = True
-            assert self._arrived is not None  # set, since a stage without one counts as entered
-            positional, named = with_first_tensor((positional, named), self._arrived)
+        if not self._entered or name == self._first:
+            positional, named = self._with_arrived(name, (positional, named))
         return forward(*positional, **named)
+
+    def _with_arrived(self, name: str, arguments: Arguments) -> Arguments:
+        """Return the arguments of this stage's first module, with the arrived tensor in the forward's first call.
+
+        The tensor that it replaces remembers it: activation checkpointing calls the module again in the backward, with
+        the same tensor. Raises ConfigError (PP-E132) for checkpointing that would compute from the stand-in's zeros.
+        """
+        given: Any = first_tensor(arguments)
+        instead = getattr(given, _ARRIVED, None)
+        if instead is None and self._arrived is not None:
+            if not self._entered:
+                if self._arrived.requires_grad and not torch.is_grad_enabled():
+                    what = "runs without gradients (checkpoint with use_reentrant=True, or no_grad)"
+                    raise _unlike_whole(name, self.number, what)
+                instead = None if given is self._arrived else self._arrived  # no tensor refers to itself
+            self._entered, self._first = True, name
+            setattr(given, _ARRIVED, instead)
+        elif not hasattr(given, _ARRIVED) and _in_backward():
+            raise _unlike_whole(name, self.number, _RECOMPUTED)
+        return arguments if instead is None else with_first_tensor(arguments, instead)
 
     def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
         """Return zeros of the form of an earlier module's result, or the arrived tensor if that form is unknown."""
@@ -146,12 +171,28 @@ class CutStage(nn.Module):
 
     def _behind(self, *positional: Any, **named: Any) -> Any:
         """Raise Departed with the first tensor of a later stage's module, which is this stage's result."""
+        if _in_backward():
+            raise _unlike_whole(self.cut.parts[self.number + 1][0], self.number + 1, _RECOMPUTED)
         raise Departed(first_tensor((positional, named)))
 
     def _inside(self, forward: Forward, *positional: Any, **named: Any) -> Any:
         """Run the inner model's forward. Its first tensor counts as arrived, unless this stage begins that model."""
         first = self.number == self.cut.inner_parts[0]
         return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
+
+
+_ARRIVED = "_ppctl_arrived"
+"""The attribute of a first tensor that the first module of a stage got: what took its place; None if nothing did."""
+_RECOMPUTED = "activation checkpointing recomputes code before it, too"
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _unlike_whole(name: str, part: int, what: str) -> ConfigError:
+    remedy = "x = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)"
+    return ConfigError(Problem("PP-E132", f"{name} begins part {part}, but {what}", remedy))
 
 
 def first_tensor(arguments: Arguments) -> Tensor:
@@ -198,30 +239,36 @@ def copied(
     """Copy a model's tree of modules, hooks included, with its tensors on a device. With a `cut` only the tensors of
     part `number` are copied: all others become one NaN each, expanded to their shape. Tensors that are on the device
     already stay the same objects, except the parameters named in `uses`."""
-    modules = dict(model.named_modules())
-    tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    twin = copy.deepcopy(model, {id(tensor): _UNCOPIED for tensor in tensors})
+    copies: dict[int, Any] = {}
+    """Tensor, by id -> what takes its place wherever a module refers to it, such as the list of weights of an LSTM."""
+    made: dict[tuple[str, str], Tensor] = {}
     moved: dict[int, Tensor] = {}
-    for path, module in twin.named_modules():
-        owned = cut.part_of(path) in (None, number)
-        for table in ("_parameters", "_buffers"):
-            for key, tensor in getattr(modules[path], table).items():
-                if tensor is None:
-                    continue
-                if not owned:
-                    del getattr(module, table)[key]
-                    module.__dict__[key] = _unset(tensor, (), device).expand(tensor.shape)
-                elif (f"{path}.{key}" if path else key) in uses:
-                    getattr(module, table)[key] = _moved(tensor, device, copied=True)
-                else:
-                    if id(tensor) not in moved:  # a tensor with several names stays one tensor
-                        moved[id(tensor)] = _moved(tensor, device)
-                    getattr(module, table)[key] = moved[id(tensor)]
+    owned = {path: cut.part_of(path) in (None, number) for path, _ in model.named_modules()}
+    for path, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            if not owned[path]:
+                made[path, key] = _unset(tensor, (), device).expand(tensor.shape)
+            elif (f"{path}.{key}" if path else key) in uses:
+                made[path, key] = _moved(tensor, device, copied=True)
+            else:
+                if id(tensor) not in moved:  # a tensor with several names stays one tensor
+                    moved[id(tensor)] = _moved(tensor, device)
+                made[path, key] = moved[id(tensor)]
+            if owned[path] or id(tensor) not in copies:
+                copies[id(tensor)] = made[path, key]
+    twin = copy.deepcopy(model, copies)
+    modules = dict(twin.named_modules())
+    for (path, key), tensor in made.items():
+        tables: Any = modules[path]._parameters, modules[path]._buffers
+        table = next(each for each in tables if key in each)
+        if owned[path]:
+            table[key] = tensor
+        else:
+            del table[key]
+            modules[path].__dict__[key] = tensor
     return twin
-
-
-_UNCOPIED = object()
-"""A placeholder for every tensor while modules are copied, so that no values are copied."""
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:

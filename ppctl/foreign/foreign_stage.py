@@ -119,12 +119,12 @@ class ForeignStage(CutStage, StageModel):
 
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
         """This stage's trained parameters by the names that the whole model gives them."""
-        return {name: each for name, each in super().canonical_parameters().items() if each.requires_grad}
+        return {name: each for name, each in self.all_parameters().items() if each.requires_grad}
 
     @property
     def frozen(self) -> Mapping[str, nn.Parameter]:
         """Untrained parameters by canonical name: weights beside adapters, and those that the model itself freezes."""
-        return {name: each for name, each in super().canonical_parameters().items() if not each.requires_grad}
+        return {name: each for name, each in self.all_parameters().items() if not each.requires_grad}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
         """This stage's saved buffers, and weights that are not trained."""

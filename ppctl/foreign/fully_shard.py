@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ppctl.foreign.cut import unwrapped
+
 
 @dataclass(frozen=True, slots=True)
 class Casts:
@@ -38,7 +40,7 @@ class StageDtypes:
 
 def dtypes_of(stage: Any) -> StageDtypes:
     """The dtypes of a stage whose attribute `model` is the whole model's tree of modules."""
-    own = {id(each) for each in stage.canonical_parameters().values()}
+    own = {id(each) for each in stage.all_parameters().values()}
     policies: dict[str, Any] = {}
     weights: dict[str, torch.dtype] = {}
     buffers: dict[str, torch.dtype] = {}
@@ -57,12 +59,12 @@ def dtypes_of(stage: Any) -> StageDtypes:
                 buffers[_name(path, key)] = buffer.dtype
     around = casts.pop("", None) or casts.pop("model", None) or UNCHANGED
     kinds = set(weights.values())
-    inside = {path.removeprefix("model."): each for path, each in casts.items()}
+    inside = {unwrapped(path).removeprefix("model."): each for path, each in casts.items()}
     return StageDtypes(weights | buffers, kinds.pop() if len(kinds) == 1 else None, around, inside)
 
 
 def _name(path: str, key: str) -> str:
-    return f"{path}.{key}".removeprefix("model.")
+    return f"{unwrapped(path)}.{key}".removeprefix("model.")
 
 
 def _policy_of(module: nn.Module) -> Any:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from ppctl.comm.buffers import Message
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
+from ppctl.errors import ConfigError
 from ppctl.megatron.message_shapes import Edges
 from ppctl.megatron.models import misuse, per_chunk, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_step, forward_step
-from ppctl.megatron.wgrad import Deferral, main_gradients, split_products
+from ppctl.megatron.wgrad import Deferral, main_gradients, split_products, split_sequence
 from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
 from ppctl.weight_gradients.functions import tell_what_stays
@@ -100,13 +101,18 @@ class CallOnRank:
         return self._store
 
     def _make_deferral(self) -> Deferral | None:
-        """The deferral of `defer_embedding_wgrad_compute`, if on. Raises ConfigError if nothing makes main_grad."""
+        """The deferral of `defer_embedding_wgrad_compute`, if it is on and the output layer is here.
+
+        Raises ConfigError on all ranks if nothing makes main_grad, or if the sequence is divided.
+        """
         call = self._call
         if call.forward_only or not getattr(call.config, "defer_embedding_wgrad_compute", False):
             return None
         if not getattr(call.config, "gradient_accumulation_fusion", False):
             message = "defer_embedding_wgrad_compute adds to main_grad, which only gradient_accumulation_fusion makes"
             raise misuse(message, "gradient_accumulation_fusion=True")
+        if problem := split_sequence(call.config, getattr(call.groups, "tp", None)):
+            raise ConfigError(problem)
         return Deferral(call.config, list(call.chunks), call.num_microbatches) if self._last in self._stages else None
 
     def _enter(self, contexts: ExitStack) -> None:

@@ -11,7 +11,14 @@ from torch import nn
 
 from ppctl.errors import ConfigError, Problem
 
-_LATER = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+_LATER: dict[str, tuple[object, object]] = {
+    "overlap_moe_expert_parallel_comm": (True, False),
+    "delay_wgrad_compute": (True, False),
+    "fine_grained_activation_offloading": (True, False),
+    "hybrid_context_parallel": (True, False),
+    "cuda_graph_impl": ("local", "none"),
+}
+"""What Megatron's schedules carry out and these do not yet: option -> its value there, and the value without it."""
 
 
 def holder_of(model: Any, attribute: str) -> Any:
@@ -32,9 +39,9 @@ def config_of(model: nn.Module) -> Any:
         raise misuse(f"{type(model).__name__} has no config", "model.config = ModelParallelConfig(...)")
     config = holder.config
     problems = [
-        Problem("PP-E110", f"config.{name} comes in a later release", f"config.{name} = False")
-        for name in _LATER
-        if getattr(config, name, False)
+        Problem("PP-E110", f"config.{name} = {on!r} comes in a later release", f"config.{name} = {off!r}")
+        for name, (on, off) in _LATER.items()
+        if getattr(config, name, off) == on
     ]
     if getattr(config, "cpu_offloading", False) and getattr(config, "_cpu_offloading_context", None) is None:
         message = (

@@ -41,7 +41,7 @@ def forward_step_calc_loss(
     cp_group_size: int | None = None,
     is_last_stage: bool | None = None,
 ) -> tuple[Any, Tensor]:
-    """Return (the output or the scaled loss, the number of tokens as an int tensor, 0 unless `loss_func` counts them).
+    """Return (the output or scaled loss, the number of tokens as a new int32 scalar, 0 unless `loss_func` counts them).
 
     With gradients on, this also sets the scale of losses inside the layers. Only the last stage calls
     `loss_func(output_tensor)` and appends to `forward_data_store`:
@@ -53,7 +53,8 @@ def forward_step_calc_loss(
       or with `config.calculate_per_token_loss` stays the sum that it is.
 
     `cp_group_size` defaults to the config's, `is_last_stage` to this rank's place in a pipeline that is the world.
-    Raises TrainingError for any other form, and for a pair, which has no tokens, if losses are per token.
+    Raises TrainingError for any other form, for `num_tokens` that is not one integer, and for a pair, which has no
+    tokens, if losses are per token.
     """
     last = is_last_of_world(vp_stage, config) if is_last_stage is None else is_last_stage
     none = torch.zeros((), dtype=torch.int, device=_device_of(output_tensor))
@@ -80,9 +81,13 @@ def _read(returned: Any, none: Tensor, config: Any, num_microbatches: int, cp: i
     if isinstance(returned, tuple) and len(returned) == 3:
         loss, counted, data = returned
         tokens = torch.as_tensor(counted, device=none.device)
+        if tokens.is_floating_point() or tokens.numel() != 1:
+            what = f"{str(tokens.dtype).removeprefix('torch.')}{list(tokens.shape)}"
+            message = f"num_tokens is {what}, but is the number of tokens that count, one integer, as on other ranks"
+            raise TrainingError(Problem("PP-E725", message, "return loss, loss_mask.sum().int(), data"))
         if not per_token:
             loss = loss / tokens.clamp(min=1) / num_microbatches
-        return loss, tokens, data
+        return loss, tokens.reshape(()).to(none.dtype, copy=True), data
     if isinstance(returned, tuple) and len(returned) == 2:
         if per_token and torch.is_grad_enabled():
             message = "calculate_per_token_loss divides by tokens, but the function returned a pair, without a count"

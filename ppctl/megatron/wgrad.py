@@ -86,9 +86,8 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
-    if getattr(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
-        message = "deferring the output layer's gradients is not supported yet with sequence parallelism"
-        raise TrainingError(Problem("PP-E727", message, "defer_embedding_wgrad_compute=False"))
+    if problem := split_sequence(config, tp_group):
+        raise TrainingError(problem)
     weight = getattr(embedding_module.output_layer, "weight", None)
     if weight is None:
         weight = embedding_module.shared_embedding_or_output_weight()
@@ -97,6 +96,14 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         while activations:
             gradient, activation = (each.pop(0).flatten(0, -2) for each in (gradients, activations))
             _add_to_main_grad(weight, gradient.t().mm(activation))
+
+
+def split_sequence(config: Any, tp_group: Any) -> Problem | None:
+    """The problem (PP-E727) if tensor-parallel ranks divide the sequence of what would be deferred; else None."""
+    if not getattr(config, "sequence_parallel", False) or tp_group is None or tp_group.size() == 1:
+        return None
+    message = "deferring the output layer's gradients is not supported yet with sequence parallelism"
+    return Problem("PP-E727", message, "config.defer_embedding_wgrad_compute = False")
 
 
 class Deferral:

@@ -48,7 +48,7 @@ class GivenBatch:
 
     @property
     def shapes(self) -> str:
-        """The number of microbatches and the shapes and dtypes of the first, as text that ranks can compare."""
+        """The number of microbatches, and the form of the first one's arguments, as text that ranks can compare."""
         first = self.microbatches[0]
         described = tree_map(_form, (first.positional, first.named))
         under = "" if self.autocast is None else f" under autocast to {_short(self.autocast)}"
@@ -56,10 +56,11 @@ class GivenBatch:
 
 
 def _form(value: Any) -> str:
-    """Return `float32[2, 8]` of a tensor, and the type of any other value."""
+    """Return `float32[2, 8]` of a tensor, a bool, int, str or None itself, which code may ask, of other values the
+    type."""
     if isinstance(value, Tensor):
         return f"{_short(value.dtype)}{list(value.shape)}"
-    return type(value).__name__
+    return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -81,6 +81,8 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Pipel
     source: TransformersModel = agreed(
         ranks, "cut the model", lambda: TransformersModel(its_config, anatomy, dtype, config, pp), own=True
     )
+    if directory is None:
+        source.untrained = [n for n, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad]
     weights = (lambda: weights_of(model)) if directory is None else (lambda: weights_in(directory, its_config))
     source.weights = agreed(ranks, "find the weights", weights, own=True)
     return source

@@ -41,6 +41,9 @@ from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
 
+_MOST_KNOWN = 64
+"""The most forms of batches that stay prepared; the oldest is forgotten."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineInfo:
@@ -230,7 +233,7 @@ class Pipeline:
                 self._source.refuse_values(divided.given)
             known = divided
         call = "a step" if training else "an evaluation"
-        ready = known is not None and known.shapes in self._known
+        ready = known is not None and known.shapes in self._known and self._stages.trains_as_compared
         if self._same(f"{call} of {known.shapes}" if known is not None and ready else None, self._broken):
             assert known is not None  # set with its text
             return known
@@ -248,6 +251,8 @@ class Pipeline:
         if self._communicator is None and group is not None:
             channels, how = schedule.capacities, self._transport
             self._communicator = Communicator(group, channels=channels, device=self.device, transport=how)
+        if len(self._known) == _MOST_KNOWN:
+            del self._known[next(iter(self._known))]  # on all ranks the same one
         self._known[batch.shapes] = Prepared(crossing, schedule, forwards)
         if self.device.type == "cuda":
             self._dry_pass(batch)

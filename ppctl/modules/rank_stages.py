@@ -14,7 +14,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.errors import CheckpointError, Problem, listed
+from ppctl.errors import CheckpointError, Problem, listed, some
 from ppctl.foreign.fully_shard import GradientSync, StageDtypes, dtypes_of
 from ppctl.modules.pipeline_agreement import agreed, misuse
 from ppctl.modules.pipeline_parts import request_of
@@ -43,7 +43,16 @@ class RankStages:
             ranks, "make the stages", lambda: {n: source.make_stage(n, device) for n in self.numbers}, own=True
         )
         self.made: dict[int, Any] = made
-        self.modules: dict[int, Any] = {n: (parallelize(m) or m) if parallelize else m for n, m in made.items()}
+
+        def parallelized() -> dict[int, Any]:
+            results = {n: None if parallelize is None else parallelize(m) for n, m in made.items()}
+            for result in results.values():
+                if result is not None and not isinstance(result, nn.Module):
+                    message = f"parallelize returns a module or None, not a {type(result).__name__}"
+                    raise misuse(message, "def parallelize(stage): ...; return stage")
+            return {n: made[n] if result is None else result for n, result in results.items()}
+
+        self.modules: dict[int, Any] = agreed(ranks, "parallelize the stages", parallelized, own=True)
         self.sync = {n: GradientSync(module) for n, module in self.modules.items()}
         agreed(ranks, "look at how stages are sharded", lambda: self._check_sync(config))
         computed = agreed(
@@ -57,13 +66,14 @@ class RankStages:
         agreed(ranks, "follow the stages' dtypes", lambda: source.compute_in(computed), own=True)
         self._ties = self._tie()
         self._compared = False
+        self._trained: dict[str, bool] = {}
 
     # --- values ------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by the whole model's names."""
         for stage in self.made.values():
-            yield from stage.canonical_parameters().items()
+            yield from stage.all_parameters().items()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and saved buffers by the whole model's names."""
@@ -97,19 +107,42 @@ class RankStages:
             own[name].copy_(tensor)
         self._compared = False
 
-    def compare_ties(self) -> None:
-        """Compare all uses of each shared parameter, once, and again after a rank has loaded values. A collective.
+    @property
+    def trains_as_compared(self) -> bool:
+        """Whether `compare_ties` saw the same uses of shared parameters trained as now."""
+        return self._trained == self._trained_uses()
 
-        Needed because a rank that loads only its stages does not see the other uses. Raises CheckpointError (PP-E504)
-        on all ranks, with the names.
+    def _trained_uses(self) -> dict[str, bool]:
+        return {name: each.requires_grad for tied in self._ties for name, each in tied.own.items()}
+
+    def compare_ties(self) -> None:
+        """Compare whether the uses of each shared parameter are trained, and once, and again after a rank has loaded
+        values, also their values. A collective.
+
+        Needed because a rank that loads or freezes only its stages does not see the other uses. Raises on all ranks,
+        with the names, ConfigError (PP-E130) for uses that are not trained alike, CheckpointError (PP-E504) for values.
         """
+        owned = [(name, next(iter(uses))) for uses in self._source.ties for name in uses]
+
+        def alike(ranks: list[dict[str, bool]]) -> None:
+            trained = {name: each for rank in ranks for name, each in rank.items()}
+            unlike = [pair for pair in owned if trained[pair[0]] != trained[pair[1]]]
+            if unlike:
+                pairs = some([f"{name} and {owner}" for name, owner in unlike])
+                message = f"one of {pairs} is trained, the other is not, but they are one parameter"
+                names = tuple(sorted({name for pair in unlike for name in pair}))
+                remedy = f"[p.requires_grad_(False) for name, p in pipeline.named_parameters() if name in {names}]"
+                raise misuse(message, remedy)
+
+        if owned:
+            agreed(self._ranks, "see what is trained", self._trained_uses, of=dict[str, bool], joined=alike)
+            self._trained = self._trained_uses()
         loaded = partial(agreed, self._ranks, "see who loaded", lambda: self._compared, of=bool, to=bool, joined=all)
-        if not self._source.ties or loaded():
+        if not owned or loaded():
             return
 
         def conclude(ranks: list[dict[str, str]]) -> None:
             digests = {name: digest for rank in ranks for name, digest in rank.items()}
-            owned = [(name, next(iter(uses))) for uses in self._source.ties for name in uses]
             unequal = [f"{name} and {owner}" for name, owner in owned if digests[name] != digests[owner]]
             if unequal:
                 raise CheckpointError(_unequal(unequal, "PP-E504"))
@@ -153,7 +186,7 @@ class RankStages:
 
     @contextmanager
     def summing_ties(self) -> Iterator[None]:
-        """A context for a step: on exit the gradient of each use of a shared parameter is the sum over all uses.
+        """A context for a step: on exit the gradient of each trained use of a shared parameter is the sum over all.
 
         Each use has an accumulator, and the accumulators are summed once (decision 3). Gradients of earlier steps,
         which are summed already, are removed on entry and added again on exit.
@@ -165,7 +198,8 @@ class RankStages:
                     held[parameter], parameter.grad = parameter.grad, None
         yield
         for tied in self._ties:
-            tied.sum()
+            if any(use.requires_grad for use in tied.own.values()):  # on all ranks alike, by compare_ties
+                tied.sum()
         for parameter, before in held.items():
             parameter.grad = before if parameter.grad is None else before + parameter.grad
 
@@ -208,7 +242,7 @@ def _unequal(names: list[str], code: str) -> Problem:
 def _bytes(tensor: Any) -> Any:
     # Makes a tensor whole that `parallelize` has divided.
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.cpu().contiguous().view(torch.uint8).numpy()
+    return whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # a scalar has no last dim to view
 
 
 def _in_model_order(of_ranks: list[dict[int, StageDtypes]]) -> list[StageDtypes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.pipeline_config import PipelineConfig, calculate_virtual_stages
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, some
 from ppctl.foreign.cut import CODE as NAMES_CODE
 from ppctl.foreign.cut import cut_by_names, further_names
 from ppctl.foreign.cut_proof import Crossing, look_at
@@ -89,6 +89,8 @@ class TransformersModel:
         self.config, self.anatomy, self.dtype = config, anatomy, dtype
         self.weights: Callable[[str], Tensor] | None = None
         """A function that returns a weight by name; None leaves weights without initial values."""
+        self.untrained: Collection[str] = ()
+        """Names of parameters that an instance's user has frozen."""
         self._own_loss = wanted.loss_fn is None
         self._sent: list[torch.dtype] = []
         letters = _letters(wanted, anatomy, pp)
@@ -107,6 +109,8 @@ class TransformersModel:
         from ppctl.foreign.library import make_model
 
         model = make_model(self.config, "meta", self.dtype).train()
+        for name in self.untrained:
+            model.get_parameter(name).requires_grad_(False)
         stage = ForeignStage(model, self.anatomy, self.layers[number], device)
         owner = {name: next(iter(uses)) for uses in self.ties for name in uses}
         tensors: Mapping[str, Tensor] = {**stage.canonical_parameters(), **stage.canonical_buffers()}
@@ -228,18 +232,36 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def whole_config(model: Any) -> tuple[Any, torch.dtype]:
-    """The config and dtype of an instance. Raises ConfigError (PP-E132) if the instance differs from its config."""
+    """The config and dtype of an instance. Raises ConfigError (PP-E132) if the instance differs from its config, or has
+    hooks or activation checkpointing, which its stages would not have."""
     from ppctl.foreign.library import make_model
 
     dtypes = {parameter.dtype for parameter in model.parameters()}
     described = make_model(model.config, "meta")
     shapes = [{n: tuple(t.shape) for n, t in each.state_dict().items()} for each in (model, described)]
+    problems, name, modules = [], type(model).__name__, dict(model.named_modules())
     if shapes[0] != shapes[1] or type(described) is not type(model) or len(dtypes) != 1:
-        name = type(model).__name__
         message = f"this {name} is not the causal language model of its config in a single dtype"
         remedy = "patch_inner_model=False patch_causal_lm_model=False with a forward that takes hidden states"
-        raise ConfigError(Problem("PP-E132", message, remedy))
+        problems.append(Problem("PP-E132", message, remedy))
+    if hooked := [path or name for path, module in modules.items() if _has_hooks(module)]:
+        message = f"this {name} has hooks on {some(hooked, 3)}, but its stages are made from its config"
+        remedy = "handle.remove(), and parallelize=a function that puts hooks on the modules of a stage"
+        problems.append(Problem("PP-E132", message, remedy))
+    if any(getattr(each, "gradient_checkpointing", False) for each in modules.values()):
+        message = f"this {name} recomputes activations, but its stages are made from its config"
+        remedy = "parallelize=lambda stage: stage.model.gradient_checkpointing_enable()"
+        problems.append(Problem("PP-E132", message, remedy))
+    if problems:
+        raise ConfigError(problems)
     return model.config, dtypes.pop()
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether a module has hooks, apart from those by which transformers records results of modules."""
+    tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    hooks = [hook for table in tables for hook in getattr(module, table).values()]
+    return any(getattr(each, "__module__", "") != "transformers.utils.output_capturing" for each in hooks)
 
 
 def weights_of(model: nn.Module) -> Callable[[str], Tensor] | None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.errors import ConfigError
 from ppctl.foreign import foreign_stage, library
-from ppctl.foreign.anatomy import CannotCut, survey
+from ppctl.foreign.anatomy import CannotCut, _sides, survey
 from ppctl.foreign.describe import describe, main
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
@@ -84,6 +84,14 @@ def test_what_a_cut_cannot_carry_is_named(case: str) -> None:
     kind, sizes, named = REFUSED[case]
     with pytest.raises(CannotCut, match=named):
         prove(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("order", "wrong"), [([0, 1], 2), ([0, 2, 1], 1), ([0, 2], 1), ([0, 1, 1, 2], 1), ([0, 1, 2, 0], 0), ([], 0)]
+)
+def test_a_layer_that_is_left_out_swapped_or_called_again_is_named(order: list[str | int], wrong: int) -> None:
+    with pytest.raises(CannotCut, match=f"layers.{wrong} is not called exactly once, after the layers before it"):
+        _sides({}, order, 3, "layers")
 
 
 class _Draws(nn.Module):

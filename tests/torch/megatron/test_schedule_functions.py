@@ -355,6 +355,9 @@ def test_calls_that_cannot_be_meant_are_refused_before_anything_runs(call, argum
         ("defer_embedding_wgrad_compute", True, "gradient_accumulation_fusion makes"),
         ("overlap_moe_expert_parallel_comm", True, "PP-E110: config.overlap_moe_expert_parallel_comm"),
         ("delay_wgrad_compute", True, "PP-E110: config.delay_wgrad_compute"),
+        ("fine_grained_activation_offloading", True, "PP-E110: config.fine_grained_activation_offloading"),
+        ("hybrid_context_parallel", True, "PP-E110: config.hybrid_context_parallel"),
+        ("cuda_graph_impl", "local", "(?s)PP-E110: config.cuda_graph_impl = 'local'.*config.cuda_graph_impl = 'none'"),
         ("cpu_offloading", True, "PP-E396: config.cpu_offloading is on, but no layer"),
     ],
 )

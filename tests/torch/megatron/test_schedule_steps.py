@@ -213,11 +213,23 @@ def test_the_forms_of_a_loss_and_their_scaling(returned, how, output, tokens, st
         ((TWELVE, 1, 2, 3), {}, "a tuple of 4"),
         (TWELVE, {}, "a Tensor"),
         ((TWELVE, "data"), {"calculate_per_token_loss": True}, "without a count"),
+        ((TWELVE, torch.tensor(3.0), "data"), {"calculate_per_token_loss": True}, r"num_tokens is float32\[\]"),
+        ((TWELVE, torch.tensor([1, 2]), "data"), {}, r"num_tokens is int64\[2\]"),
     ],
 )
 def test_other_forms_are_refused_in_words(returned, how, message):
     with pytest.raises(TrainingError, match=f"PP-E725.*{message}"):
         calc(returned, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.int, torch.int64, torch.int16])
+def test_a_count_of_tokens_is_an_int32_of_its_own_as_on_other_ranks(dtype):
+    given = torch.tensor([3], dtype=dtype)
+    _, tokens = forward_step_calc_loss(
+        nn.Identity(), TWELVE, lambda _: (TWELVE, given, given), CONFIG, None, False, 1, [], 1, True
+    )
+    tokens.mul_(8)  # what a sum over ranks does
+    assert (tokens.dtype, tokens.shape, tokens.item(), given.item()) == (torch.int, (), 24, 3)
 
 
 class Stage(nn.Module):

@@ -14,6 +14,7 @@ from ppctl import (
 )
 from ppctl.engine.engine_error import EngineError
 from ppctl.errors import ConfigError, TrainingError
+from ppctl.megatron.call import Call, CallOnRank
 
 M, B, S, H, V = 5, 2, 3, 8, 11
 
@@ -196,6 +197,16 @@ def test_a_split_sequence_is_refused():
     config = SimpleNamespace(defer_embedding_wgrad_compute=True, sequence_parallel=True)
     with pytest.raises(TrainingError, match="PP-E727"):
         finish_embedding_wgrad_compute(config, Model(), True, SimpleNamespace(size=lambda: 2))
+
+
+def test_a_split_sequence_is_refused_on_every_rank_before_anything_runs():
+    model = Model(defer_embedding_wgrad_compute=True, sequence_parallel=True)
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), pp=None, cp=None)
+    row = SimpleNamespace(placement=SimpleNamespace(num_stages=2, stages_of=lambda rank: (rank,)))
+    call = Call(forward, [None], [model], model.config, M, (S, B, None), False, False, None, groups, None)
+    for pp_rank in (0, 1):
+        with pytest.raises(ConfigError, match="PP-E727"):
+            CallOnRank(call, row, pp_rank, None, {}, None).run(None)
 
 
 def test_without_pipelining_it_is_the_same():

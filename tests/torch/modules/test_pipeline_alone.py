@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppctl
 from ppctl.errors import ConfigError, PpctlError
+from ppctl.modules import python_pipeline
 
 
 def test_a_dry_pass_leaves_everything_as_it_was() -> None:
@@ -83,6 +84,86 @@ def test_a_dry_pass_runs_every_kernel_of_steps_and_evaluations(first: str, monke
     assert len(run.seen) > 15
     around = {"aten.stack.default", "aten.sum.default", "aten.detach.default", "aten.slice.Tensor", "aten.split.Tensor"}
     assert {each for each in run.seen - seen if each[0] not in around} == set()
+
+
+class Recurrent(nn.Module):
+    """Two modules that keep a list of their weights beside them."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = (kind(4, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)[0])[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_are_cut_like_others(kind: type[nn.RNNBase]) -> None:
+    config = ppctl.PipelineConfig(
+        pp_schedule="interleaved_1f1b", module_fqns_per_model_part=[["one"], ["two"]], loss_fn=nn.functional.mse_loss
+    )
+    model, whole, x = Recurrent(kind), Recurrent(kind), torch.ones(1, 3, 4)
+    pipeline = ppctl.pipeline(model, config)
+    pipeline.step((x, x / 2))
+    nn.functional.mse_loss(whole(x), x / 2).backward()
+    expected = dict(whole.named_parameters())
+    assert {name for name, _ in pipeline.named_parameters()} == expected.keys()
+    assert all(torch.equal(p.grad, expected[name].grad) for name, p in pipeline.named_parameters())
+    with torch.no_grad():
+        next(pipeline.parameters()).add_(1.0)  # what an optimizer does
+    assert torch.equal(pipeline.eval((x, x / 2)), nn.functional.mse_loss(model(x), x / 2))
+
+
+class Scaled(nn.Linear):
+    """Scales by one number, which another module shares."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__(4, 4)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_modules_may_share_a_scalar() -> None:
+    scale = nn.Parameter(torch.tensor(2.0))
+    config = ppctl.PipelineConfig(
+        pp_schedule="interleaved_1f1b", module_fqns_per_model_part=[["0"], ["1"]], loss_fn=nn.functional.mse_loss
+    )
+    pipeline = ppctl.pipeline(nn.Sequential(Scaled(scale), Scaled(scale)), config)
+    pipeline.step((torch.ones(1, 4), torch.ones(1, 4)))
+    one, two = (each.grad for name, each in pipeline.named_parameters() if name.endswith("scale"))
+    assert torch.equal(one, two) and one != 0
+
+
+class Skipping(nn.Module):
+    """Has a residual over the cut if `skip`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, skip: object, scale: float = 1.0) -> torch.Tensor:
+        h = self.one(x) * scale
+        return self.two(h) + h if skip else self.two(h)
+
+
+@pytest.mark.parametrize("on", [True, 1, "skip"])
+def test_a_flag_that_opens_a_way_over_the_cut_is_found_in_a_later_batch(
+    on: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_pipeline, "_MOST_KNOWN", 2)
+    config = ppctl.PipelineConfig(
+        pp_schedule="interleaved_1f1b", module_fqns_per_model_part=[["one"], ["two"]], loss_fn=nn.functional.mse_loss
+    )
+    pipeline, x = ppctl.pipeline(Skipping(), config), torch.ones(2, 4)
+    for off in (False, None, "", 0):
+        pipeline.step({"x": x, "skip": off, "scale": 2.0, "labels": x})
+    pipeline.step({"x": x, "skip": 0, "scale": 3.0, "labels": x})
+    assert len(pipeline._known) == 2
+    with pytest.raises(ConfigError, match="in part 1, reads a tensor of part 0"):
+        pipeline.step({"x": x, "skip": on, "labels": x})
 
 
 def test_evaluation_gives_every_module_its_own_mode_back() -> None:
