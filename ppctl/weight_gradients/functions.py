@@ -44,8 +44,8 @@ def split_backward(
     `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) have their `backward_dw()` called in W, or at
     the end of a whole backward.
 
-    A later registration of a function replaces an earlier one. Raises ConfigError (PP-E130) for any other target, and
-    for weights that are no arguments of the function."""
+    A later registration of a function replaces an earlier one; subclasses need their own. Raises ConfigError (PP-E130)
+    for any other target, and for weights that are no arguments of the function."""
     if isinstance(target, nn.Module):
         for module in target.modules():
             if delays(module) and module not in _HOOKED:
@@ -63,10 +63,9 @@ def split_backward(
         raise ConfigError(Problem("PP-E130", message, f"weights=({names[min(1, len(names) - 1)]!r},)"))
     places = tuple(names.index(each) if isinstance(each, str) else each for each in weights)
     rule = _Rule(target, places, of_input, of_weights, applies)
-    whole = getattr(target.apply, "whole", target.apply)
-    apply = partial(_apply, rule, whole)
-    apply.whole = whole  # type: ignore[attr-defined]  # a partial takes attributes
-    target.apply = apply  # type: ignore[method-assign] # a partial in a class is no method: nothing is bound
+    before = inspect.getattr_static(target, "apply")
+    own = before.own if isinstance(before, _Registered) and before.rule.function is target else before
+    target.apply = _Registered(rule, own)  # type: ignore[assignment, method-assign] # it is bound as a classmethod is
 
 
 class _Rule(NamedTuple):
@@ -75,6 +74,18 @@ class _Rule(NamedTuple):
     of_input: Half | None
     of_weights: Half | None
     applies: Callable[..., bool] | None
+
+
+class _Registered:
+    """`apply` of a registered function. A subclass, which inherits it, gets the one before it, bound to itself."""
+
+    def __init__(self, rule: _Rule, own: Any) -> None:
+        self.rule, self.own = rule, own
+
+    def __get__(self, instance: Any, owner: type[Function]) -> Any:
+        bind = getattr(type(self.own), "__get__", None)
+        whole = self.own if bind is None else bind(self.own, instance, owner)
+        return partial(_apply, self.rule, whole) if owner is self.rule.function else whole
 
 
 def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:

@@ -91,12 +91,11 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def registered():
-    before = Both.apply, Needed.apply
     split_backward(Both, weights=("weight",), of_input=of_input, of_weights=of_weights)
     split_backward(Needed, weights=(0, "second"))
     CALLS.clear()
     yield
-    Both.apply, Needed.apply = before
+    del Both.apply, Needed.apply
 
 
 def trained(model, x, split, watch=intercepting):
@@ -148,6 +147,28 @@ def test_without_a_collector_and_for_weights_that_stay_whole_the_function_is_its
     assert model.a.weight.grad is not None and model.first.grad is None
     with torch.no_grad(), collecting(DeferredGradients()):
         assert not Both.apply(x, model.a.weight, model.a.bias, 1.0).requires_grad
+
+
+class Tenfold(Both):
+    @staticmethod
+    def forward(ctx, x, weight, bias, scale):
+        return Both.forward(ctx, x, weight, bias, 10 * scale)
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_subclass_of_a_registered_function_computes_its_own_and_waits_for_w_if_it_is_registered(itself):
+    if itself:
+        split_backward(Tenfold, weights=("weight",), of_input=of_input, of_weights=of_weights)
+    layer, x = nn.Linear(H, H), torch.randn(3, H)
+    outputs = []
+    for function, scale, split in ((Both, 10.0, True), (Tenfold, 1.0, itself)):
+        outputs.append(function.apply(x, layer.weight, layer.bias, scale))
+        with intercepting(DeferredGradients()):
+            outputs.append(function.apply(x, layer.weight, layer.bias, scale))
+        assert ("_SplitBackward" in str(outputs[-1].grad_fn)) == split
+    assert all(torch.equal(outputs[0], each) for each in outputs)
+    if itself:
+        del Tenfold.apply
 
 
 def test_calls_to_which_the_rule_does_not_apply_are_whole():
