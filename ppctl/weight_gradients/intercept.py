@@ -195,7 +195,7 @@ _LOOKS = frozenset(
     for owner in (torch, Tensor)
     for name in (
         *("t", "transpose", "permute", "view", "view_as", "unbind", "chunk", "split", "narrow", "select", "squeeze"),
-        *("unsqueeze", "detach", "swapaxes", "movedim", "unflatten", "__getitem__", "size", "dim", "stride", "numel"),
+        *("unsqueeze", "detach", "swapaxes", "movedim", "unflatten", "size", "dim", "stride", "numel"),
         *("is_floating_point", "is_complex", "is_contiguous", "data_ptr", "__len__", "element_size", "is_inference"),
         *("requires_grad_", "untyped_storage", "storage_offset", "get_device", "__hash__", "is_same_size", "expand"),
     )
@@ -204,6 +204,7 @@ _LOOKS = frozenset(
 """Functions that do not compute with a parameter: views, and queries of its form."""
 
 _COPIES_PERHAPS = frozenset(
-    getattr(Tensor, name) for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten")
+    getattr(Tensor, name)
+    for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten", "__getitem__")
 )
-"""Methods that return a view or the tensor itself if possible, else a copy."""
+"""Methods that return a view or the tensor itself if possible, else a copy (`weight[ids]` is one)."""

@@ -247,6 +247,23 @@ def test_a_weight_is_put_off_everywhere_or_nowhere(order):
     hold(partial(UsedElsewhere, order), rows(4, H), deferred=("inner.weight",) if order[0] == "product" else ())
 
 
+class Indexed(nn.Module):
+    """A table whose rows are taken by number, and multiplied behind it or before."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.table, self.first = nn.Parameter(torch.randn(20, H)), first
+
+    def forward(self, numbers):
+        x = F.embedding(numbers, self.table) if self.first == "product" else self.table[numbers]
+        return F.linear(torch.tanh(x + self.table[numbers]), self.table[3:])
+
+
+@pytest.mark.parametrize(("first", "deferred"), [("product", ("table",)), ("index", ())])
+def test_rows_taken_by_number_are_a_use_like_any_other(first, deferred):
+    hold(partial(Indexed, first), tokens(), deferred=deferred)
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()
