@@ -38,7 +38,8 @@ def split_backward(
     `of_weights(ctx, *gradients)` a tuple with the weights' gradients alone, in the order of `weights`; None is for a
     gradient that the function has stored itself. `ctx` has what forward put there. Without the two the function's own
     backward runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone, which suits
-    a backward that computes only what is needed. Calls for which `applies(*arguments)` is false are left whole.
+    a backward that computes only what is needed. Calls that lack one of the weights, or for which `applies(*arguments)`
+    is false, are left whole.
 
     Or `target` is a module: it and those of its submodules that keep the operands of weight gradients in a
     `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) have their `backward_dw()` called in W, or at
