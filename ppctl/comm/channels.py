@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.distributed import Work
@@ -46,13 +46,20 @@ class Pending(Protocol):
         """Return when the message is sent or received; on CUDA, when the current stream waits for that."""
 
 
+def end_with(channel: Channel, error: RuntimeError) -> NoReturn:
+    """Raise PeerLost for an error of a message, but a fault of this rank's own device as it is."""
+    if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+        raise error
+    raise PeerLost(channel, error) from error
+
+
 def wait_for(works: Iterable[Pending], channel: Channel) -> None:
     """Wait for what is under way on a channel. Raises PeerLost."""
     try:
         for work in works:
             work.wait()
     except RuntimeError as error:
-        raise PeerLost(channel, error) from error
+        end_with(channel, error)
 
 
 def check_connection(backend: object, channel: Channel) -> None:
@@ -140,7 +147,7 @@ class DirectEnd:
         try:
             return [self._backend.recv([tensor], self._peer, self._tag) for tensor in message]
         except RuntimeError as error:
-            raise PeerLost(self.channel, error) from error
+            end_with(self.channel, error)
 
     def send(self, message: Message) -> None:
         """Start sending contiguous tensors, which stay referenced until sent; waits only if the slots are used up.
@@ -156,7 +163,7 @@ class DirectEnd:
         try:
             return [self._backend.send([tensor], self._peer, self._tag) for tensor in message]
         except RuntimeError as error:
-            raise PeerLost(self.channel, error) from error
+            end_with(self.channel, error)
 
     def flush(self) -> None:
         """Wait until every send is delivered. Raises PeerLost."""

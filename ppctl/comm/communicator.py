@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import BufferPool, Message, Shelf
-from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
+from ppctl.comm.channels import Arrival, DirectEnd, Pending, end_with, wait_for
 from ppctl.comm.connections import Connections, connections_of, loop_channels, make_ends, moves_on_device
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem, ScheduleError
@@ -113,7 +113,7 @@ class FusedBatch:
             for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
                 work.wait()
         except RuntimeError as error:
-            raise PeerLost(self._channels[0], error) from error
+            end_with(self._channels[0], error)
         self._ops.clear()
         self._channels.clear()
         if self._sync is not None:

@@ -97,7 +97,8 @@ class _Refusing:
         """autograd's `run_backward`; raises TrainingError in a refused thread."""
         if threading.get_ident() in self.threads:
             message = "this forward calls autograd (backward or grad) itself, but it runs beside a backward"
-            raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))
+            remedy = "pipeline.pp_schedule=interleaved_1f1b parallel.overlap_moe_expert_parallel_comm=false"
+            raise TrainingError(Problem("PP-E784", message, remedy))
         return self.engine.run_backward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

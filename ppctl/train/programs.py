@@ -185,8 +185,8 @@ def sample_keys(session: Session, step: int) -> Tensor | None:
     keys = torch.tensor(
         [[sample_key(train.seed, step, sample) for sample in row] for row in mine.tolist()], device="cpu"
     )
-    on_gpu = session.device.type == "cuda"
-    return (keys.pin_memory() if on_gpu else keys).to(session.device, non_blocking=on_gpu)
+    keys = keys.pin_memory() if session.device.type == "cuda" else keys
+    return keys.to(session.device, non_blocking=True)
 
 
 def _moved(batch: StepBatch, device: torch.device) -> StepBatch:

@@ -150,11 +150,11 @@ class DeferredGradients:
                 yield from operands(weight, make)
 
 
-def _used_unseen(weight: Tensor, where: str) -> TrainingError:
+def _used_unseen(weight: Tensor, where: str, remedy: str = LEAVE_WHOLE) -> TrainingError:
     message = (
         f"a weight of shape {list(weight.shape)} is used in a product whose gradient is deferred, but also {where}"
     )
-    return TrainingError(Problem("PP-E717", message, LEAVE_WHOLE))
+    return TrainingError(Problem("PP-E717", message, remedy))
 
 
 def parameter_of(weight: Tensor) -> nn.Parameter | None:
@@ -179,7 +179,8 @@ def _look_for(weight: Tensor, base: nn.Parameter) -> None:
     if end is None or getattr(end, "variable", None) is not base:  # not one of torch's own views
         end = get_gradient_edge(base).node
     if torch._C._will_engine_execute_node(end):
-        raise _used_unseen(base, "in a function of which torch shows nothing (an autograd.Function, mostly)")
+        where = "in a function of which torch shows nothing (an autograd.Function, mostly)"
+        raise _used_unseen(base, where, f'ppctl.split_backward(MyFunction, weights=("weight",))\n{LEAVE_WHOLE}')
 
 
 _collecting: DeferredGradients | None = None

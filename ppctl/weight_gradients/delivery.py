@@ -22,7 +22,7 @@ Make = Callable[[], Tensor | None]
 """A function that computes one use's part of a weight's gradient, as a new tensor; None if it stores the part
 itself."""
 
-LEAVE_WHOLE = "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))"
+LEAVE_WHOLE = "pipeline.pp_schedule=interleaved_1f1b\nwith run_schedule, StageProgram(..., whole=(weight,))"
 
 
 class Use(NamedTuple):

@@ -38,14 +38,15 @@ def split_backward(
     `of_weights(ctx, *gradients)` a tuple with the weights' gradients alone, in the order of `weights`; None is for a
     gradient that the function has stored itself. `ctx` has what forward put there. Without the two the function's own
     backward runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone, which suits
-    a backward that computes only what is needed. Calls for which `applies(*arguments)` is false are left whole.
+    a backward that computes only what is needed. Calls that lack one of the weights, or for which `applies(*arguments)`
+    is false, are left whole.
 
     Or `target` is a module: it and those of its submodules that keep the operands of weight gradients in a
     `wgrad_store` (Transformer Engine's with `delay_wgrad_compute=True`) have their `backward_dw()` called in W, or at
     the end of a whole backward.
 
-    A later registration of a function replaces an earlier one. Raises ConfigError (PP-E130) for any other target, and
-    for weights that are no arguments of the function."""
+    A later registration of a function replaces an earlier one; subclasses need their own. Raises ConfigError (PP-E130)
+    for any other target, and for weights that are no arguments of the function, or given twice."""
     if isinstance(target, nn.Module):
         for module in target.modules():
             if delays(module) and module not in _HOOKED:
@@ -55,44 +56,76 @@ def split_backward(
     if not (isinstance(target, type) and issubclass(target, Function)):
         message = f"{target!r} is neither an autograd function nor a module"
         raise ConfigError(Problem("PP-E130", message, "ppctl.split_backward(MyFunction, weights=(1,))"))
-    names = list(inspect.signature(target.forward).parameters)
-    names = names[1:] if _takes_context(target) else names
-    unknown = [each for each in weights if isinstance(each, str) and each not in names]
-    if unknown or not weights:
-        message = f"weights={weights!r} of {target.__name__}, whose arguments are {', '.join(names)}"
-        raise ConfigError(Problem("PP-E130", message, f"weights=({names[min(1, len(names) - 1)]!r},)"))
-    places = tuple(names.index(each) if isinstance(each, str) else each for each in weights)
-    rule = _Rule(target, places, of_input, of_weights, applies)
-    whole = getattr(target.apply, "whole", target.apply)
-    apply = partial(_apply, rule, whole)
-    apply.whole = whole  # type: ignore[attr-defined]  # a partial takes attributes
-    target.apply = apply  # type: ignore[method-assign] # a partial in a class is no method: nothing is bound
+    arguments = _arguments(target)
+    names = [each.name for each in arguments if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    known: dict[int | str, int] = {name: place for place, name in enumerate(names)}
+    open_ended = any(each.kind is each.VAR_POSITIONAL for each in arguments)
+    if not open_ended:
+        known |= {number: number % len(names) for number in range(-len(names), len(names))}
+    places = tuple(known.get(each, each if open_ended and isinstance(each, int) else -1) for each in weights)
+    if not places or min(places) < 0 or len(set(places)) < len(places):
+        message = f"weights={weights!r} of {target.__name__}, whose arguments are {', '.join(map(str, arguments))}"
+        raise ConfigError(Problem("PP-E130", message, f"weights=({(*names[1:], *names, 1)[0]!r},)"))
+    rule = _Rule(target, inspect.Signature(arguments), places, of_input, of_weights, applies)
+    before = inspect.getattr_static(target, "apply")
+    own = before.own if isinstance(before, _Registered) and before.rule.function is target else before
+    target.apply = _Registered(rule, own)  # type: ignore[assignment, method-assign] # it is bound as a classmethod is
+
+
+def _arguments(function: Any) -> list[inspect.Parameter]:
+    """The parameters of the function's forward, without the context."""
+    found = list(inspect.signature(function.forward).parameters.values())
+    return found[1:] if _takes_context(function) and found[0].kind is not found[0].VAR_POSITIONAL else found
 
 
 class _Rule(NamedTuple):
     function: type[Function]
+    signature: inspect.Signature
+    """Of the function's forward, without the context."""
     weights: tuple[int, ...]
     of_input: Half | None
     of_weights: Half | None
     applies: Callable[..., bool] | None
 
 
-def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:
+class _Registered:
+    """`apply` of a registered function. A subclass, which inherits it, gets the one before it, bound to itself."""
+
+    def __init__(self, rule: _Rule, own: Any) -> None:
+        self.rule, self.own = rule, own
+
+    def __get__(self, instance: Any, owner: type[Function]) -> Any:
+        bind = getattr(type(self.own), "__get__", None)
+        whole = self.own if bind is None else bind(self.own, instance, owner)
+        return partial(_apply, self.rule, whole) if owner is self.rule.function else whole
+
+
+def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """`Function.apply`, but split into I and W in an F with a split backward, if all weights can be deferred."""
     gradients = collector()
     if gradients is None:
-        return whole(*args)
-    weights = [args[place] for place in rule.weights]
-    fits = all(isinstance(each, Tensor) for each in weights) and (rule.applies is None or rule.applies(*args))
+        return whole(*args, **named)
+    bound = rule.signature.bind(*args, **named)
+    if not _takes_context(rule.function):  # as torch does for `setup_context`
+        bound.apply_defaults()
+    args, named = bound.args, bound.kwargs
+    weights: list[Any] = [args[place] if place < len(args) else None for place in rule.weights]
+    fits = not named and all(isinstance(each, Tensor) for each in weights)
+    fits = fits and (rule.applies is None or rule.applies(*args))
     if not fits or not all([gradients.takes(each) for each in weights]):
-        return whole(*(gradients.elsewhere(each) if isinstance(each, Tensor) else each for each in args))
+        elsewhere = partial(_if_tensor, gradients.elsewhere)
+        return whole(*map(elsewhere, args), **{name: elsewhere(each) for name, each in named.items()})
     places = [gradients.place(each, cast=False) for each in weights]
     given = [each if index not in rule.weights else None for index, each in enumerate(args)]
     if gradients.intercepted:
-        given = [gradients.elsewhere(each) if isinstance(each, Tensor) else each for each in given]
+        given = [_if_tensor(gradients.elsewhere, each) for each in given]
     trained = any(isinstance(each, Tensor) and each.requires_grad for each in given)
     anchor = None if trained else torch.empty(0, device=weights[0].device, requires_grad=True)
     return _Split.apply(*given, anchor, (rule, gradients, weights, places))  # type: ignore[no-untyped-call]
+
+
+def _if_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return change(value) if isinstance(value, Tensor) else value
 
 
 class _Context:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +68,8 @@ class _Mode(TorchFunctionMode):
                 return made
         # Inside a transform of torch.func (vmap, grad) no autograd function of this package runs.
         product = None if torch._C._are_functorch_transforms_active() else _PRODUCTS.get(function)
-        result = None if product is None else product(self.gradients, *args, **kwargs)
+        given = None if product is None else _in_order(product.names, args, kwargs)
+        result = None if product is None or given is None else product.make(self.gradients, *given)
         if result is not None:
             return result
         args = _each(self.gradients.elsewhere, args)
@@ -103,13 +104,29 @@ def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+class _Product(NamedTuple):
+    names: tuple[str, ...]
+    """Torch's names of all arguments that `make` can take."""
+    make: Callable[..., Tensor | None]
+    """(gradients, *arguments in the order of `names`) -> product; None if it cannot be made from these."""
+
+
+def _in_order(names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return the arguments of a call in the order of `names`, None for those left out; None if there are others."""
+    named = {name: value for name, value in kwargs.items() if value is not None}
+    given = dict(zip(names, args, strict=False)) | named
+    if len(given) < len(args) + len(named) or not given.keys() <= set(names):
+        return None
+    return [given.get(name) for name in names]
+
+
 def _taken(gradients: DeferredGradients, x: Any, weight: Any, dims: int) -> bool:
     """Whether x and `weight` make a product of floating-point matrices whose weight gradient is deferred."""
     plain = type(x) in PLAIN and isinstance(weight, Tensor) and x.is_floating_point()
     return plain and x.dim() >= 2 and weight.dim() == dims and gradients.takes(weight)
 
 
-def _linear(gradients: DeferredGradients, x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+def _linear(gradients: DeferredGradients, x: Any, weight: Any, bias: Any) -> Tensor | None:
     if not _taken(gradients, x, weight, 2):
         return None
     return products.linear(
@@ -120,25 +137,24 @@ def _linear(gradients: DeferredGradients, x: Any, weight: Any, bias: Any = None)
 def _of_two(rule: ProductRule, dims: int) -> Callable[..., Tensor | None]:
     """Return a function that makes `rule`'s product of x and a weight of `dims` dims, or None if it cannot."""
 
-    def product(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
-        if other or not _taken(gradients, x, weight, dims):
+    def product(gradients: DeferredGradients, x: Any, weight: Any) -> Tensor | None:
+        if not _taken(gradients, x, weight, dims):
             return None
         return products.product(gradients, rule, gradients.elsewhere(x), weight)
 
     return product
 
 
-def _addmm(gradients: DeferredGradients, bias: Any, x: Any, weight: Any, **other: Any) -> Tensor | None:
-    if other or not (type(bias) not in PLAIN or bias.dim() < 2) or not _taken(gradients, x, weight, 2):
+def _addmm(gradients: DeferredGradients, bias: Any, x: Any, weight: Any) -> Tensor | None:
+    if not (type(bias) not in PLAIN or bias.dim() < 2) or not _taken(gradients, x, weight, 2):
         return None
     bias = gradients.elsewhere(bias)
     return products.product(gradients, products.ADDMM, gradients.elsewhere(x), weight, bias)
 
 
-def _grouped(gradients: DeferredGradients, x: Any, weight: Any, *, offs: Any = None, **other: Any) -> Tensor | None:
-    other = {name: value for name, value in other.items() if value is not None}
+def _grouped(gradients: DeferredGradients, x: Any, weight: Any, offs: Any) -> Tensor | None:
     casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-    if other or offs is None or casts or x.dim() != 2 or not _taken(gradients, x, weight, 3):
+    if offs is None or casts or x.dim() != 2 or not _taken(gradients, x, weight, 3):
         return None
     return products.grouped_mm(gradients, gradients.elsewhere(x), weight, offs)
 
@@ -147,35 +163,39 @@ def _embedding(
     gradients: DeferredGradients,
     numbers: Any,
     weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    padding_idx: int | None,
+    max_norm: float | None,
+    _: float | None,
+    scale_grad_by_freq: bool | None,
+    sparse: bool | None,
 ) -> Tensor | None:
     """`F.embedding` with a deferred gradient of its table; None if these arguments are not supported."""
     if sparse or max_norm is not None or type(numbers) not in PLAIN or not gradients.takes(weight):
         return None
     padding = -1 if padding_idx is None else padding_idx % len(weight)
-    return products.embedding(gradients, numbers, weight, padding, by_frequency=scale_grad_by_freq)
+    return products.embedding(gradients, numbers, weight, padding, by_frequency=bool(scale_grad_by_freq))
 
 
-_PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
-    F.linear: _linear,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _of_two(products.MATMUL, 2)),
-    torch.addmm: _addmm,
-    **dict.fromkeys((torch.bmm, Tensor.bmm), _of_two(products.BMM, 3)),
-    F.embedding: _embedding,
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_PRODUCTS: dict[Callable[..., Any], _Product] = {
+    F.linear: _Product(("input", "weight", "bias"), _linear),
+    torch.addmm: _Product(("input", "mat1", "mat2"), _addmm),
+    F.embedding: _Product(_EMBEDDING, _embedding),
+    **dict.fromkeys(
+        (torch.matmul, Tensor.matmul, Tensor.__matmul__), _Product(("input", "other"), _of_two(products.MATMUL, 2))
+    ),
+    **dict.fromkeys((torch.mm, Tensor.mm), _Product(("input", "mat2"), _of_two(products.MATMUL, 2))),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _Product(("input", "mat2"), _of_two(products.BMM, 3))),
 }
 if hasattr(torch, "_grouped_mm"):  # what F.grouped_mm calls
-    _PRODUCTS[torch._grouped_mm] = _grouped
+    _PRODUCTS[torch._grouped_mm] = _Product(("input", "mat2", "offs"), _grouped)
 
 _LOOKS = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor)
     for name in (
         *("t", "transpose", "permute", "view", "view_as", "unbind", "chunk", "split", "narrow", "select", "squeeze"),
-        *("unsqueeze", "detach", "swapaxes", "movedim", "unflatten", "__getitem__", "size", "dim", "stride", "numel"),
+        *("unsqueeze", "detach", "swapaxes", "movedim", "unflatten", "size", "dim", "stride", "numel"),
         *("is_floating_point", "is_complex", "is_contiguous", "data_ptr", "__len__", "element_size", "is_inference"),
         *("requires_grad_", "untyped_storage", "storage_offset", "get_device", "__hash__", "is_same_size", "expand"),
     )
@@ -184,6 +204,7 @@ _LOOKS = frozenset(
 """Functions that do not compute with a parameter: views, and queries of its form."""
 
 _COPIES_PERHAPS = frozenset(
-    getattr(Tensor, name) for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten")
+    getattr(Tensor, name)
+    for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten", "__getitem__")
 )
-"""Methods that return a view or the tensor itself if possible, else a copy."""
+"""Methods that return a view or the tensor itself if possible, else a copy (`weight[ids]` is one)."""

@@ -16,6 +16,7 @@ from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppctl import build_plan, compose
 from ppctl.comm.turns import Turns, hand_over
 from ppctl.engine.engine_error import EngineError
 from ppctl.engine.interpreter import run_schedule
@@ -23,11 +24,12 @@ from ppctl.engine.pair_runner import leave_blas_handle
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.plan.types import TensorSpec
-from ppctl.schedule.action import Pair
+from ppctl.schedule.action import Op, Pair
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.verify import verify
 from ppctl.weight_gradients.deferred import DeferredGradients
+from ppctl.weight_gradients.delivery import LEAVE_WHOLE
 from ppctl.weight_gradients.intercept import intercepting
 
 EXCHANGES = 3
@@ -221,6 +223,20 @@ def test_nodes_of_a_pairs_backward_run_in_the_thread_that_is_meant(where_nodes_r
     assert names == {where_nodes_run}
 
 
+def whole_backwards_without_pairs(name, chunks, remedy):
+    """Whether a run of this schedule has whole backwards alone once the remedy is added to its command line."""
+    overrides = [f"pipeline.pp_schedule={name}", f"vpp={chunks}", *remedy.split()]
+    composed = compose(["+recipe=quickstart", "pp=2", "gbs=8", *overrides])
+    schedule = build_plan(composed.config, composed.provenance).schedule
+    return not schedule.pairs and not {action.op for row in schedule.actions for action in row} & {Op.I, Op.W}
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb_h1", 1), ("v_half", 2)])
+def test_what_deferred_gradients_refuse_runs_with_the_schedule_that_the_remedy_names(name, chunks):
+    assert not whole_backwards_without_pairs(name, chunks, "")
+    assert whole_backwards_without_pairs(name, chunks, LEAVE_WHOLE.splitlines()[0])
+
+
 @pytest.mark.parametrize("how", ["grad", "backward", "Tensor.backward", "watched backward"])
 def test_a_forward_beside_a_backward_that_calls_autograd_is_refused_by_name(how, monkeypatch):
     """On CUDA it would wait for the device's thread of autograd, in which the backward waits for the forward."""
@@ -241,7 +257,9 @@ def test_a_forward_beside_a_backward_that_calls_autograd_is_refused_by_name(how,
     engine = Variable._execution_engine
     with pytest.raises(EngineError, match="this forward calls autograd") as caught:
         run(schedule(), [])
-    assert caught.value.problems[0].code == "PP-E784"
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E784"
+    assert whole_backwards_without_pairs("dualpipev", 2, problem.remedy)
     assert caught.value.action in {pair.forward for pair in schedule().pairs}
     assert Variable._execution_engine is engine
 

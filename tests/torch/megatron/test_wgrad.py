@@ -1,5 +1,6 @@
 """Weight gradients in float32 accumulators, and the output layer's put off: the same bits, later."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ from ppctl import (
 from ppctl.engine.engine_error import EngineError
 from ppctl.errors import ConfigError, TrainingError
 from ppctl.megatron.call import Call, CallOnRank
+from ppctl.megatron.wgrad import split_products
+from ppctl.weight_gradients.functions import split_backward
 
 M, B, S, H, V = 5, 2, 3, 8, 11
 
@@ -221,3 +224,21 @@ def test_without_pipelining_it_is_the_same():
     )
     expected = plain(Model())
     assert all(torch.equal(p.main_grad, expected[name]) for name, p in model.named_parameters())
+
+
+def test_a_function_gets_megatrons_rule_unless_it_has_one_of_its_own(monkeypatch):
+    class Mine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x @ weight
+
+    class GroupedGemm(Mine):
+        pass
+
+    split_backward(Mine, weights=("weight",))
+    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", SimpleNamespace(GroupedGemm=GroupedGemm))
+    rules = []
+    for _ in range(2):
+        split_products([])
+        rules.append(vars(GroupedGemm)["apply"])
+    assert rules[0] is rules[1] is not vars(Mine)["apply"]

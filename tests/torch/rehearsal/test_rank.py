@@ -199,10 +199,8 @@ def test_kernels_are_counted_by_kind_of_layer_and_a_forward_with_experts_waits_f
 @pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_dense_step_whose_state_is_shared_waits_for_nothing_else(sharding, optimizer):
-    shared = f"parallel.data_parallel_sharding={sharding}"
-    config, plan = composed(
-        "+recipe=quickstart", *ON_GPU, "pp=2", "vpp=1", "dp=2", shared, f"optim.name={optimizer}", "parallel.bf16=true"
-    )
+    more = f"parallel.data_parallel_sharding={sharding}", f"optim.name={optimizer}", "model.hidden_dropout=0.1"
+    config, plan = composed("+recipe=quickstart", *ON_GPU, "pp=2", "vpp=1", "dp=2", *more, "parallel.bf16=true")
     for rank in (0, 2):  # of each stage
         waits = rehearsal.rehearse(config, plan, rank).host_waits
         assert [(Path(wait.file).name, wait.count) for wait in waits] == [("host_numbers.py", 1)]

@@ -91,12 +91,11 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def registered():
-    before = Both.apply, Needed.apply
     split_backward(Both, weights=("weight",), of_input=of_input, of_weights=of_weights)
     split_backward(Needed, weights=(0, "second"))
     CALLS.clear()
     yield
-    Both.apply, Needed.apply = before
+    del Both.apply, Needed.apply
 
 
 def trained(model, x, split, watch=intercepting):
@@ -148,6 +147,28 @@ def test_without_a_collector_and_for_weights_that_stay_whole_the_function_is_its
     assert model.a.weight.grad is not None and model.first.grad is None
     with torch.no_grad(), collecting(DeferredGradients()):
         assert not Both.apply(x, model.a.weight, model.a.bias, 1.0).requires_grad
+
+
+class Tenfold(Both):
+    @staticmethod
+    def forward(ctx, x, weight, bias, scale):
+        return Both.forward(ctx, x, weight, bias, 10 * scale)
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_subclass_of_a_registered_function_computes_its_own_and_waits_for_w_if_it_is_registered(itself):
+    if itself:
+        split_backward(Tenfold, weights=("weight",), of_input=of_input, of_weights=of_weights)
+    layer, x = nn.Linear(H, H), torch.randn(3, H)
+    outputs = []
+    for function, scale, split in ((Both, 10.0, True), (Tenfold, 1.0, itself)):
+        outputs.append(function.apply(x, layer.weight, layer.bias, scale))
+        with intercepting(DeferredGradients()):
+            outputs.append(function.apply(x, layer.weight, layer.bias, scale))
+        assert ("_SplitBackward" in str(outputs[-1].grad_fn)) == split
+    assert all(torch.equal(outputs[0], each) for each in outputs)
+    if itself:
+        del Tenfold.apply
 
 
 def test_calls_to_which_the_rule_does_not_apply_are_whole():
@@ -239,11 +260,90 @@ def test_a_module_with_backward_dw_computes_its_weights_in_w_or_at_the_end_of_a_
 def test_what_is_no_function_and_weights_that_are_no_arguments_are_refused_by_name():
     with pytest.raises(ConfigError, match="neither an autograd function nor a module"):
         ppctl.split_backward(of_input)
-    for weights in ((), ("wieght",)):
+    for weights in ((), ("wieght",), (4,), (-5,), (1, "weight"), (-3, "weight")):
         with pytest.raises(ConfigError, match=r"whose arguments are x, weight, bias, scale") as refused:
             ppctl.split_backward(Both, weights=weights)
         assert refused.value.problems[0].code == "PP-E130"
     assert not WeightGradStore.enabled
+
+
+class Optional(torch.autograd.Function):
+    """Of the newer form, whose arguments torch binds to names and defaults."""
+
+    @staticmethod
+    def forward(x, weight, bias=None, scale=1.0):
+        return scale * (x @ weight.t()) if bias is None else scale * (x @ weight.t() + bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, _, ctx.scale = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        gradient = ctx.scale * gradient
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2:3] == (True,) else None
+        return gradient @ weight, gradient.t() @ x if ctx.needs_input_grad[1] else None, of_bias, None
+
+
+class Starred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        x, weight, *_, ctx.scale = inputs
+        ctx.save_for_backward(x, weight)
+        return Optional.forward(*inputs)
+
+    backward = Optional.backward
+
+
+class Older(Starred):
+    @staticmethod
+    def forward(ctx, x, weight, bias=None, scale=1.0):
+        return Starred.forward(ctx, x, weight, bias, scale)
+
+
+class Called(nn.Linear):
+    def forward(self, x):
+        given = [getattr(self, each) if isinstance(each, str) else each for each in self.args]
+        return self.function.apply(x, *given, **{name: getattr(self, each) for name, each in self.named.items()})
+
+
+BOTH = {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("function", "weights", "args", "named", "wait"),
+    [
+        (Optional, ("weight",), ["weight"], {}, {"weight"}),
+        (Optional, (-3, -2), ["weight", "bias"], {}, BOTH),
+        (Optional, (1,), [], {"bias": "bias", "weight": "weight"}, {"weight"}),
+        (Optional, ("weight", "bias"), ["weight"], {}, set()),
+        (Older, (-3, "bias"), ["weight", "bias", 2.0], {}, BOTH),
+        (Older, ("weight", "bias"), ["weight"], {}, set()),
+        (Older, ("weight", "bias"), ["weight", None], {}, set()),
+        (Starred, (1, 2), ["weight", "bias", 2.0], {}, BOTH),
+    ],
+)
+def test_weights_have_places_or_names_and_a_call_without_one_of_them_is_whole(function, weights, args, named, wait):
+    found = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        model = Called(H, H)
+        model.function, model.args, model.named = function, args, named
+        if split:
+            split_backward(function, weights=weights)
+        found.append(trained(model, torch.randn(3, H), split))
+    del function.apply
+    (whole, *_), (gradients, before, _) = found
+    used = {*args, *named.values()} & BOTH
+    assert before == used - wait
+    assert all(torch.equal(whole[name], gradients[name]) for name in used | {"x"})
+
+
+def test_places_of_a_forward_that_takes_any_number_of_arguments_are_counted_from_the_first():
+    with pytest.raises(ConfigError, match=r"\*inputs"):
+        split_backward(Starred, weights=(-1,))
 
 
 def test_what_stays_in_i_is_named_with_its_share_of_all_matrices():
