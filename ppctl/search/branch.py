@@ -226,10 +226,11 @@ class Tree:
         return self._known[key]
 
     def _share(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
-        """The costs of stages, which do not depend on pp, vpp, schedule or sharding."""
+        """The costs of stages, which do not depend on vpp, schedule or sharding, and on pp only by where groups lie."""
         key = point._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
         values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(point))
-        made = self._once(key, lambda: StagePrices(values, sizes, point.micro_batch_size, self.measured, self.whole))
+        placed = key, *map(sizes.block, AXES)
+        made = self._once(placed, lambda: StagePrices(values, sizes, point.micro_batch_size, self.measured, self.whole))
         return cast(StagePrices, made)
 
     def _largest(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
