@@ -55,6 +55,19 @@ def test_there_is_an_answer_before_other_divisions_of_the_ranks_are_looked_at(se
     assert 0 < seen < search.counts.total
 
 
+def test_groups_that_do_not_fill_a_pipeline_are_against_a_rule() -> None:
+    shape = ["model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8", "model.vocab_size=8192"]
+    words = [*shape, "gbs=8", "seq=128", "gpus_per_node=4", "tp=1", "cp=1", "mbs=1", "recompute=null"]
+    composed = compose([*words, "pp_schedule=interleaved_1f1b", "parallel.microbatch_group_size_per_vp_stage=2"])
+    drawn = SearchSpace(ConfigValues(composed.config, composed.provenance))
+    search = Search(drawn)
+    for _ in search.run():
+        pass
+    assert {of.pp for of in every(drawn)} == {1, 2, 4}
+    assert search.counts.rules and {each.configuration.pp for each in search.found} <= {1, 2}
+    _divided_to_the_end(Search(drawn), all_plans(drawn))
+
+
 def test_weights_that_megatron_gathers_layer_by_layer_are_not_held_all_at_once() -> None:
     shape = ["num_layers=16", "hidden_size=1024", "num_attention_heads=8", "ffn_hidden_size=4096", "vocab_size=8192"]
     words = ["launch.device=cuda", "cost.device=h100", "parallel.bf16=true", "seq=128", "gbs=8", "gpus_per_node=8"]
