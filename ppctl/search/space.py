@@ -39,7 +39,8 @@ _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
 CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
 """Groups of keys that change together."""
 GROUPS = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
-"""Searched key -> keys. If one of these is typed or kept, the searched key is fixed."""
+"""Searched key -> keys. If one of these (but CSV, which is null in a search) is typed or kept, the searched key is
+fixed."""
 GIVEN = "as given"
 """The config's own recomputation, where it is not searched."""
 
@@ -65,7 +66,8 @@ class SearchSpace:
     def __init__(self, values: ConfigValues, keep: Collection[str] = ()) -> None:
         self.values = values
         names = {ALIASES.get(key, key) for key in keep}
-        self.fixed = {key for key, group in GROUPS.items() if any(self._is_fixed(each, names) for each in group)}
+        fixing = {key: [each for each in group if each != CSV] for key, group in GROUPS.items()}  # no search has a file
+        self.fixed = {key for key, group in fixing.items() if any(self._is_fixed(each, names) for each in group)}
         nodes, gpus = values["nodes"], values["gpus_per_node"]
         self.world = 1 if nodes is None and gpus is None else prod(machines(nodes, gpus, 1))
         self.chunks, self.layout = cache(self._chunks), cache(self._layout)

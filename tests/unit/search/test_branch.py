@@ -70,6 +70,10 @@ def test_a_null_for_vpp_follows_the_layout(words: tuple[str, ...], chunks: set[i
     assert all(plan.sizes.vpp == of.vpp for of, plan in all_plans(drawn).items())
 
 
+def test_a_null_for_the_file_of_a_schedule_fixes_no_schedule() -> None:
+    assert drawn_of("pp_schedule_csv=null").schedules(2, 2) == drawn_of().schedules(2, 2)
+
+
 def test_a_null_for_etp_follows_tp() -> None:
     drawn = drawn_of("etp=null", "pp=1", "mbs=1", "model.num_moe_experts=4", "model.moe_ffn_hidden_size=128")
     assert {(of.tp, of.etp) for of in drawn.axes()} == {(1, 1), (2, 2), (4, 4)}
