@@ -5,7 +5,7 @@ Rates are for dense matrix products; the vendors' figures with sparsity are twic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TERA, GIGA = 1e12, 1e9
 
@@ -76,7 +76,7 @@ _HOPPER = (989.4 * TERA, 1978.9 * TERA)
 _BLACKWELL, _GB = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
 _BOARD, _RACK = (900 * GIGA, 8), (900 * GIGA, 72)
 _KEPT, _AT_500_W = 0.77, 0.57
-_GRACE = {"host_link": 450 * GIGA, "wide": True}
+_GRACE: dict[str, Any] = {"host_link": 450 * GIGA, "wide": True}
 _GPUS = (
     Device(
         *("a100", "A100", 312 * TERA, 312 * TERA, 2.039 * TERA, 300 * GIGA, 8, 25 * GIGA, 10e-6, 4.0),
