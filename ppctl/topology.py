@@ -95,11 +95,19 @@ class ParallelSizes:
         size, stride = getattr(self, axis), self.stride(axis)
         # consecutive ranks that hold whole groups: a node boundary inside them also divides a group
         block = stride * size
-        if self.world <= ranks_per_node or ranks_per_node % block == 0:
+        if self.within(block, ranks_per_node):
             return 1
         if stride >= ranks_per_node:
             return int(size)
         return block // ranks_per_node if block % ranks_per_node == 0 and ranks_per_node % stride == 0 else None
+
+    def block(self, *axes: str) -> int:
+        """How many consecutive ranks hold whole groups along these axes of one view."""
+        return max((self.stride(axis) * getattr(self, axis) for axis in axes if getattr(self, axis) > 1), default=1)
+
+    def within(self, block: int, ranks_per_node: int) -> bool:
+        """Whether no block of so many consecutive ranks is on several nodes."""
+        return self.world <= ranks_per_node or ranks_per_node % block == 0
 
     @property
     def pipeline_strides(self) -> tuple[int, ...]:

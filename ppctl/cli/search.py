@@ -37,7 +37,7 @@ from ppctl.plan.layout_choice import AUTO
 from ppctl.plan.memory_limit import GRANULARITY, LIMIT, MODULES
 from ppctl.plan.profile import KEY as PROFILE
 from ppctl.plan.profile import Profile, read_profile
-from ppctl.plan.schedule_choice import SCHEDULE
+from ppctl.plan.schedule_choice import CSV, SCHEDULE
 from ppctl.plan.sizes import SEQUENCE
 from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
 from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
@@ -255,6 +255,9 @@ def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Prob
         if values[key] == AUTO:
             message = f"{key}={AUTO} is a search of its own for one configuration: add it to a line of the answer"
             yield Problem("PP-E228", message, f"{key}={usual}", values.cite(key))
+    if values[CSV] is not None:
+        message = f"{CSV}={values[CSV]} has the order of one pipeline and one batch, but a search tries many"
+        yield Problem("PP-E228", message, f"{CSV}=null", values.cite(CSV))
     for key in args.keep:
         if full_name(key) not in map(full_name, SEARCHED):
             known = ", ".join(SEARCHED)

@@ -207,10 +207,11 @@ class Machine(NamedTuple):
         """Bytes per second of device memory, at the efficiency of kernels."""
         return self.device.memory_bandwidth * self.efficiency.memory
 
-    def link(self, ranks: int) -> float:
-        """Bytes per second one way within a group of `ranks` neighbours."""
-        device = self.device
-        return (device.fast_link if ranks <= device.domain else device.network) * self.efficiency.link
+    def link(self, block: int) -> float:
+        """Bytes per second one way in groups that lie in blocks of consecutive ranks: over fast links if each block is
+        in one domain."""
+        device, near = self.device, _domains(self.device, self.sizes, block) == 1.0
+        return (device.fast_link if near else device.network) * self.efficiency.link
 
 
 def machine_of(
@@ -234,10 +235,24 @@ def machine_of(
     return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, routing)
 
 
+def _domains(device: Device, sizes: ParallelSizes, block: int) -> float:
+    """The number of domains over which blocks of consecutive ranks lie. Machines are filled one after the other; of
+    racks a job takes as much as whole blocks fill."""
+    whole = block <= device.domain if device.wide else sizes.within(block, device.domain)
+    return 1.0 if whole else max(2.0, block / device.domain)
+
+
+def _expert_domains(device: Device, sizes: ParallelSizes) -> tuple[float, float]:
+    """(the number of domains over which the ranks of an expert dispatch lie, how many of them are in each)."""
+    group = sizes.ep * sizes.etp
+    domains = min(_domains(device, sizes, sizes.block("ep", "etp")), float(group))
+    return domains, group / domains
+
+
 def _fused_dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig) -> Dispatch:
     """Copies of a token that a kernel sends: one to each rank reached, over the network one to each domain."""
     topk, group = model.moe_router_topk, sizes.ep * sizes.etp
-    domains, near = max(1.0, group / device.domain), min(group, device.domain)
+    domains, near = _expert_domains(device, sizes)
     ranks = group * (1 - (1 - 1 / group) ** topk)
     domains_reached = domains * (1 - (1 - 1 / domains) ** topk)
     if model.moe_router_num_groups and model.moe_router_group_topk:
@@ -247,13 +262,12 @@ def _fused_dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig) ->
 
 def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int) -> Dispatch:
     """Copies of a token that ppctl sends: with one node one for each expert, else by node."""
-    topk, group = model.moe_router_topk, sizes.ep * sizes.etp
-    domains, near = max(1.0, group / device.domain), min(group, device.domain)
+    topk, (domains, near) = model.moe_router_topk, _expert_domains(device, sizes)
     if nodes == 1:
         return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
     # both directions
     between = (reached(model, nodes) + reached(model, expert_runs(model).number)) / 2 * (nodes - 1) / nodes
-    inside, fast = topk * (1 - nodes / sizes.ep), group <= device.domain
+    inside, fast = topk * (1 - nodes / sizes.ep), domains == 1.0
     return Dispatch(0.0 if fast else between, inside + between if fast else inside, at_once=False)
 
 
@@ -287,18 +301,18 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     product += work.inputs * NARROWED / machine.memory if machine.narrow else 0.0
     peak = device.bf16_flops * device.sustained
     scores = work.scores / (peak * efficiency.attention)
-    ring = work.context.ring / machine.link(sizes.tp * sizes.cp)
-    gathered = work.context.gathered / machine.link(sizes.tp * sizes.cp)
+    ring = work.context.ring / machine.link(sizes.block("cp"))
+    gathered = work.context.gathered / machine.link(sizes.block("cp"))
     again = work.scores * BACKWARD_SCORES / (peak * efficiency.attention_backward)
     sent, sent_back = (
-        efficiency.tensor_exposed * size / machine.link(sizes.tp) for size in (work.tensor, work.tensor_back)
+        efficiency.tensor_exposed * size / machine.link(sizes.block("tp")) for size in (work.tensor, work.tensor_back)
     )
     rows_in_8_bits = machine.narrow and machine.dispatch.narrow
     exchanged = expert_seconds(work.experts / (2 if rows_in_8_bits else 1), machine)
     exchanged += expert_seconds(work.experts, machine)
     kernels = work.kernels + (NARROWING * work.groups if machine.narrow else 0)
     plain = work.traffic / machine.memory + kernels * efficiency.kernel + exchanged
-    plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
+    plain += gathered + work.context.heads / machine.link(sizes.stride("cp") * work.context.exchanging)
     added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
     ahead = product + max(scores, ring) + plain + sent
     # measured: frozen weights have no gradient, nor has anything before the first trained weight
@@ -341,19 +355,19 @@ def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
 
 
 def message_seconds(size: float, machine: Machine) -> float:
-    """Seconds of a message of `size` bytes to the next pp_rank, over fast links if all ranks are in one domain."""
-    return machine.device.latency + size / machine.link(machine.sizes.world)
+    """Seconds of a message of `size` bytes to the next pp_rank, over fast links if each pipeline is in one domain."""
+    return machine.device.latency + size / machine.link(machine.sizes.block("pp"))
 
 
 def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Machine) -> float:
     """Seconds of a reduce-scatter (or gather) of parameters' bytes over the ranks that hold the same parameters."""
     sizes, total = machine.sizes, 0.0
-    for count, ranks, width in (
-        (dense, sizes.dp * sizes.cp, sizes.tp * sizes.dp * sizes.cp),
-        (experts, sizes.edp, sizes.ep * sizes.etp * sizes.edp),
+    for count, ranks, block in (
+        (dense, sizes.dp * sizes.cp, sizes.block("dp", "cp")),
+        (experts, sizes.edp, sizes.block("edp")),
     ):
         if count and ranks > 1:
-            total += machine.device.latency + count * bytes_each * (ranks - 1) / ranks / machine.link(width)
+            total += machine.device.latency + count * bytes_each * (ranks - 1) / ranks / machine.link(block)
     return total
 
 

@@ -5,7 +5,7 @@ Rates are for dense matrix products; the vendors' figures with sparsity are twic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TERA, GIGA = 1e12, 1e9
 
@@ -24,7 +24,7 @@ class Device(NamedTuple):
     fast_link: float
     """Bytes per second one way to a rank of the same domain (NVLink)."""
     domain: int
-    """The number of ranks in a domain of fast links."""
+    """The most ranks in a domain of fast links; unless `wide`, a domain ends with its machine."""
     network: float
     """Bytes per second one way and per rank to other domains."""
     latency: float
@@ -38,6 +38,8 @@ class Device(NamedTuple):
     """Operations per second of dense products in 4 bits; 0 if the device has none."""
     host_link: float = 63 * GIGA
     """Bytes per second one way to the host's memory. 63 GB/s: PCIe 5.0 with 16 lanes."""
+    wide: bool = False
+    """Whether domains span machines, as those of a rack do."""
 
 
 PPCTL, MEGATRON = STACKS = ("ppctl", "megatron")
@@ -74,7 +76,7 @@ _HOPPER = (989.4 * TERA, 1978.9 * TERA)
 _BLACKWELL, _GB = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
 _BOARD, _RACK = (900 * GIGA, 8), (900 * GIGA, 72)
 _KEPT, _AT_500_W = 0.77, 0.57
-_C2C = 450 * GIGA
+_GRACE: dict[str, Any] = {"host_link": 450 * GIGA, "wide": True}
 _GPUS = (
     Device(
         *("a100", "A100", 312 * TERA, 312 * TERA, 2.039 * TERA, 300 * GIGA, 8, 25 * GIGA, 10e-6, 4.0),
@@ -86,13 +88,14 @@ _GPUS = (
     Device("h200", "H200", *_HOPPER, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("b200", "B200", *_BLACKWELL, *_BOARD, 50 * GIGA, 10e-6, sustained=_KEPT, fp4_flops=9000 * TERA),
     Device("b300", "B300", *_BLACKWELL, *_BOARD, 100 * GIGA, 10e-6, fp4_flops=13500 * TERA),
-    Device("gb200", "GB200", *_GB, *_RACK, 50 * GIGA, 10e-6, sustained=_KEPT, fp4_flops=10000 * TERA, host_link=_C2C),
-    Device("gb300", "GB300", *_GB, *_RACK, 100 * GIGA, 10e-6, fp4_flops=15000 * TERA, host_link=_C2C),
+    Device("gb200", "GB200", *_GB, *_RACK, 50 * GIGA, 10e-6, sustained=_KEPT, fp4_flops=10000 * TERA, **_GRACE),
+    Device("gb300", "GB300", *_GB, *_RACK, 100 * GIGA, 10e-6, fp4_flops=15000 * TERA, **_GRACE),
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
 _CPU = Device(
     *("cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_000, 2.1 * GIGA, 200e-6, 0.0, 0.0),
     host_link=5 * GIGA,
+    wide=True,
 )
 
 DEVICES = {device.name: device for device in (*_GPUS, _CPU)}

@@ -82,8 +82,11 @@ def plan_alone(values: ConfigValues) -> Plan | None:
     """The plan of checked values, also if it does not fit the device; None if sizes, layout or schedule allow none. For
     searches: it lacks remedies and the smaller sizes of a growing batch, either of which takes longer than the plan."""
     violations = beyond(values)
-    derivation = derive(values, violations)
-    return None if violations or derivation is None else _assemble(derivation, values.config.log.name, grows=False)
+    try:
+        derivation = derive(values, violations)
+        return None if violations or derivation is None else _assemble(derivation, values.config.log.name, grows=False)
+    except ScheduleError:  # the policy has no order for these sizes
+        return None
 
 
 def _assemble(derivation: Derivation, name: str, *, grows: bool = True) -> Plan:

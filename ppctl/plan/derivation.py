@@ -110,7 +110,7 @@ class Derivation:
             self.sizes,
             self.choice,
             lambda: simulation_costs(self.costs, self.stages),
-            make,
+            lambda extra: schedule_choice.presumed(self.values, make(extra), self.frozen_stages),
             self.rank_costs,
         )
         return make(extra), derived

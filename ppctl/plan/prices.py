@@ -33,6 +33,7 @@ from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, alike, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.host.accelerators import MEGATRON
+from ppctl.plan.dispatch_nodes import ranks_per_node
 from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
@@ -104,9 +105,11 @@ def pricer(
 
 
 def machine_for(config: RunConfig, setting: Setting) -> Machine:
-    """The config's device, with the rates of its kernels."""
+    """The config's device, with the rates of its kernels, and with domains of fast links that end with a machine."""
+    device, per_node = device_of(config), ranks_per_node(config, setting.sizes.world)
+    device = device if device.wide else device._replace(domain=min(device.domain, per_node))
     products = config.cost.matmul or ("fp8" if config.model.fp8 else precision_of(config).dtype)
-    return machine_of(device_of(config), products, setting.sizes, config.model, setting.nodes, config.cost.stack)
+    return machine_of(device, products, setting.sizes, config.model, setting.nodes, config.cost.stack)
 
 
 def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> int:

@@ -325,14 +325,14 @@ def decide_warmup(
     sizes: ParallelSizes,
     choice: Choice,
     costs: Callable[[], Costs],
-    make: Callable[[int], Schedule],
+    make: Callable[[int], ProvedSchedule],
     price: Callable[[Schedule], Sequence[RankCost]],
 ) -> tuple[int, tuple[Derived, ...]]:
     """The extra warm-up in forwards, and the equation if ppctl chose it.
 
-    `auto` simulates the step at `costs()`, messages included, for 0, the powers of two below pp and pp - 1, and takes
-    the smallest that is close to the best among those that fit into launch.device_memory. `make` returns the
-    compute-only schedule of a warm-up, `price` the memory of its ranks.
+    `auto` simulates the step as it runs at `costs()`, for 0, the powers of two below pp and pp - 1, and takes the
+    smallest that is close to the best among those that fit into launch.device_memory. `make` returns the schedule of a
+    warm-up, `price` the memory of its ranks.
     """
     if values[EXTRA] != AUTO:
         return values[EXTRA], ()
@@ -349,8 +349,14 @@ def decide_warmup(
     def fits(schedule: Schedule) -> bool:
         return limit is None or max(cost.peak_bytes for cost in price(schedule)) <= limit.available_bytes
 
+    def lowered(extra: int) -> Schedule:
+        proof = make(extra)
+        if proof.wrong:
+            raise ScheduleError(proof.wrong)
+        return proof.schedule
+
     prices = costs()
-    times = simulated_steps(values["pp"], prices, make, fits)
+    times = simulated_steps(values["pp"], prices, lowered, fits)
     chosen = least_warmup(times)
     return chosen, (Derived("extra_warmup", chosen, _equation(chosen, times, prices, limit is not None)),)
 
@@ -359,13 +365,13 @@ def simulated_steps(
     pp: int, costs: Costs, make: Callable[[int], Schedule], fits: Callable[[Schedule], bool] = lambda schedule: True
 ) -> dict[int, float]:
     """Extra warm-up -> seconds of a step, for 0, powers of 2 and pp - 1, until the memory no longer `fits` or the
-    microbatches of a group do not suffice (for none where they do not for 0)."""
+    schedule hangs (for none where that of 0 does)."""
     times: dict[int, float] = {}
     for extra in sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)}):
-        schedule = make(extra)
-        if extra and not fits(schedule):
-            break
         try:
+            schedule = make(extra)
+            if extra and not fits(schedule):
+                break
             times[extra] = step_time(simulate(schedule, costs))
         except ScheduleError:
             break
@@ -373,8 +379,8 @@ def simulated_steps(
 
 
 def least_warmup(times: Mapping[int, float]) -> int:
-    """The smallest warm-up whose step is close to the best."""
-    return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
+    """The smallest warm-up whose step is close to the best; 0 if none was simulated."""
+    return next((extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values())), 0)
 
 
 def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:

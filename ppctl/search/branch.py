@@ -8,6 +8,7 @@ not know how bounds are computed or plans are shown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -15,6 +16,7 @@ from itertools import groupby, product
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
+from ppctl.errors import ScheduleError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.plan import Plan
 from ppctl.plan.build import plan_alone
@@ -164,10 +166,12 @@ class Tree:
         paces = self._paces(point, sizes)
         for batch in batches:
             point = point._replace(micro_batch_size=batch[0])
-            run = [way for way in ways if batch[1] >= POLICIES[way[1]].needs_microbatches(sizes.pp)]
-            fitting: dict[float, list[Way]] = {}
-            for vpp, name in run:
-                rounds = self.rounds(point._replace(vpp=vpp, schedule=name), batch[1], FILLED)
+            run, fitting = list[Way](), dict[float, list[Way]]()
+            for vpp, name in ways:
+                with suppress(ScheduleError):  # too few microbatches, or groups of these that do not fill the pipeline
+                    of_way = point._replace(vpp=vpp, schedule=name)
+                    run.append((vpp, name, self.rounds(of_way, batch[1], FILLED)))
+            for vpp, name, rounds in run:
                 if division.least(rounds, batch, sharding, prices) <= division.available:
                     seconds = batch[0] * batch[2] * called(paces[vpp, name], batch[1])
                     fitting.setdefault(seconds, []).append((vpp, name, rounds))
@@ -226,10 +230,11 @@ class Tree:
         return self._known[key]
 
     def _share(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:
-        """The costs of stages, which do not depend on pp, vpp, schedule or sharding."""
+        """The costs of stages, which do not depend on vpp, schedule or sharding, and on pp only by where groups lie."""
         key = point._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
         values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(point))
-        made = self._once(key, lambda: StagePrices(values, sizes, point.micro_batch_size, self.measured, self.whole))
+        placed = key, *map(sizes.block, AXES)
+        made = self._once(placed, lambda: StagePrices(values, sizes, point.micro_batch_size, self.measured, self.whole))
         return cast(StagePrices, made)
 
     def _largest(self, point: Configuration, sizes: ParallelSizes) -> StagePrices:

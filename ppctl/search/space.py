@@ -39,7 +39,8 @@ _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
 CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
 """Groups of keys that change together."""
 GROUPS = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
-"""Searched key -> keys. If one of these is typed or kept, the searched key is fixed."""
+"""Searched key -> keys. If one of these (but CSV, which is null in a search) is typed or kept, the searched key is
+fixed."""
 GIVEN = "as given"
 """The config's own recomputation, where it is not searched."""
 
@@ -65,7 +66,8 @@ class SearchSpace:
     def __init__(self, values: ConfigValues, keep: Collection[str] = ()) -> None:
         self.values = values
         names = {ALIASES.get(key, key) for key in keep}
-        self.fixed = {key for key, group in GROUPS.items() if any(self._is_fixed(each, names) for each in group)}
+        fixing = {key: [each for each in group if each != CSV] for key, group in GROUPS.items()}  # no search has a file
+        self.fixed = {key for key, group in fixing.items() if any(self._is_fixed(each, names) for each in group)}
         nodes, gpus = values["nodes"], values["gpus_per_node"]
         self.world = 1 if nodes is None and gpus is None else prod(machines(nodes, gpus, 1))
         self.chunks, self.layout = cache(self._chunks), cache(self._layout)
@@ -99,15 +101,21 @@ class SearchSpace:
     @property
     def neutral(self) -> ConfigValues:
         """The config with the least value of every searched key: its problems are problems of all configurations."""
-        tp, cp, pp, ep, etp, mbs = (self.options(key, [1])[0] for key in (*AXES, "mbs"))
+        tp, cp, pp, ep, mbs = (self.options(key, [1])[0] for key in ("tp", "cp", "pp", "ep", "mbs"))
+        etp = self._etps(tp)[0]
         vpp = self.values["vpp"] or 1 if "vpp" in self.fixed else 1
         name = next(iter(self.schedules(1, vpp)), "")
         sharding = self.values[SHARDING] if SHARDING in self.fixed else "none"
         return self.values_of(Configuration(tp, cp, pp, ep, etp, mbs, self.recomputations[0], vpp, name, sharding))
 
     def options(self, key: str, values: Sequence[int]) -> Sequence[int]:
-        """The config's value alone if the key is fixed (if it is null, tp's, which `etp` follows); else `values`."""
-        return [self.values[key] or self.values["tp"]] if key in self.fixed else values
+        """The config's value alone if the key is fixed; else, or if it is null, `values`."""
+        return [self.values[key]] if key in self.fixed and self.values[key] is not None else values
+
+    def _etps(self, tp: int) -> Sequence[int]:
+        """The values of etp to try; null follows tp."""
+        many = divisors(tp) if self.values["model.num_moe_experts"] else [1]
+        return self.options("etp", [tp] if "etp" in self.fixed else many)
 
     def axes(self) -> list[Configuration]:
         """Every division of the ranks with a decoder layer on each rank, as configurations whose other values mean
@@ -125,7 +133,7 @@ class SearchSpace:
             for pp in self.options("pp", [size for size in ways if size <= self.values["model.num_layers"]]):
                 if world % (tp * cp * pp) and not {"tp", "cp", "pp"} <= self.fixed:
                     continue
-                for etp in self.options("etp", divisors(tp) if experts else [1]):
+                for etp in self._etps(tp):
                     dense = world // pp
                     for ep in self.options("ep", divisors(gcd(experts, dense // etp)) if experts else [1]):
                         yield Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
@@ -159,16 +167,21 @@ class SearchSpace:
         return (GIVEN,) if GRANULARITY in self.fixed else ("none", "modules", "full")
 
     def _chunks(self, pp: int) -> tuple[int, ...]:
-        """The numbers of chunks per rank to try: that of a typed layout, 1 for a single rank, else those with at least
-        one decoder layer per stage; none without a layout."""
+        """The numbers of chunks per rank to try: the layout's if it is typed or vpp follows, 1 for a single rank, else
+        those with at least one decoder layer per stage; none without a layout."""
         layers = self.values["model.num_layers"]
         most = 1 if pp == 1 else max(1, layers // pp)
         # Of the numbers with the same largest stage only the least: more chunks only add messages.
         ways = sorted({-(-layers // (pp * -(-layers // (pp * vpp)))) for vpp in range(1, most + 1)})
-        if self._is_fixed("layout", ()):
+        if self._is_fixed("layout", ()) or self._vpp_follows:
             typed = self.layout(pp, None)
             ways = [] if typed is None else [typed.virtual_pipeline_model_parallel_size]
         return tuple(vpp for vpp in self.options("vpp", ways) if self.layout(pp, vpp) is not None)
+
+    @property
+    def _vpp_follows(self) -> bool:
+        """Whether null is typed or kept for vpp, which then follows from the layout."""
+        return "vpp" in self.fixed and self.values["vpp"] is None
 
     def _layout(self, pp: int, vpp: int | None) -> PipelineParallelLayerLayout | None:
         """The config's layout if it is typed or made for these sizes, else the even split; None if neither is sound."""
@@ -233,7 +246,7 @@ class SearchSpace:
         if SCHEDULE not in self.fixed and point.schedule != schedule_policy(self.values[SCHEDULE]):
             words |= {SCHEDULE: point.schedule, PUT_OFF: None, "pipeline.schedule_memory": None}
         words |= self._recompute_words(point.recomputation)
-        if point.vpp == 1 and self.values["vpp"] is None and self.values["layout"] is None:
+        if self._vpp_follows or (point.vpp == 1 and self.values["vpp"] is None and self.values["layout"] is None):
             del words["vpp"]
         return {key: value for key, value in words.items() if self.values[key] != value}
 

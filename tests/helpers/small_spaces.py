@@ -19,8 +19,15 @@ _TYPED = ("tp", "cp", "pp", "vpp", "mbs", "parallel.data_parallel_sharding", "re
 def space(seed: int, most: int = 60) -> SearchSpace:
     """A space of at most `most` configurations, some of which do not fit the device in most spaces."""
     draw = random.Random(seed)
+    order = random.Random(~seed).choice(("tp-cp-ep-dp-pp", "tp-cp-ep-dp-pp", "dp-tp-cp-ep-pp", "pp-tp-cp-ep-dp"))
     while True:
-        words = [*_MODEL, *_RUN, f"nodes={draw.choice((1, 2))}", f"gpus_per_node={draw.choice((2, 3, 4, 8))}"]
+        words = [
+            *_MODEL,
+            *_RUN,
+            f"parallel.order={order}",
+            f"nodes={draw.choice((1, 2))}",
+            f"gpus_per_node={draw.choice((2, 3, 4, 8))}",
+        ]
         words += [f"model.num_layers={draw.randint(2, 9)}", f"gbs={draw.choice((8, 24, 48, 96))}"]
         if draw.random() < 0.4:
             words += ["model.num_moe_experts=8", "model.moe_router_topk=2", "model.moe_ffn_hidden_size=256"]

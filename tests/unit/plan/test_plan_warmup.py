@@ -6,6 +6,7 @@ from unit_plan import equation, plan, refusal
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.plan.memory import setting_of
+from ppctl.plan.schedule_choice import CLOSE
 from ppctl.schedule.simulate import in_flight
 from ppctl.schedule.verify import verify
 
@@ -42,9 +43,10 @@ def test_what_cannot_take_effect_is_refused(values: dict[str, object]) -> None:
 
 LONG_MESSAGES = dict(
     pp=4, gbs=16, seq=32, launch__device="cpu", model__num_attention_heads=2, model__hidden_size=32,
-    model__ffn_hidden_size=32, model__vocab_size=64,
+    model__ffn_hidden_size=32, model__vocab_size=64, parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False,
+    parallel__batch_p2p_sync=False,
 )  # fmt: skip
-"""A narrow model: a message takes about as long as the layers between."""
+"""A narrow model: a message takes about as long as the layers between, and overlaps with them."""
 
 
 def test_auto_takes_what_hides_the_messages_and_says_what_it_tried() -> None:
@@ -69,6 +71,20 @@ def test_auto_stays_within_the_devices_memory() -> None:
     assert max(cost.peak_bytes for cost in free.pp_ranks) > limit >= max(cost.peak_bytes for cost in held.pp_ranks)
     assert held.pp_ranks == textbook.pp_ranks
     assert held.problems == ()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_auto_chooses_by_the_seconds_of_the_schedule_that_runs(overlap: bool) -> None:
+    sizes = dict(LONG_MESSAGES, parallel__overlap_p2p_comm=overlap, parallel__batch_p2p_comm=not overlap)
+    sizes["parallel__batch_p2p_sync"] = not overlap
+    steps = [plan(**sizes, pipeline__extra_warmup=extra).step_time_s for extra in (0, 1, 2, 3)]
+    assert plan(**sizes, pipeline__extra_warmup="auto").step_time_s <= CLOSE * min(steps)
+
+
+def test_auto_counts_the_receives_that_are_posted_ahead() -> None:
+    sizes = dict(LONG_MESSAGES, pipeline__extra_warmup="auto", launch__memory_reserve="3GiB")
+    most = max(cost.peak_bytes for cost in plan(**sizes).pp_ranks)
+    assert plan(**sizes, launch__device_memory=f"{most - 1 + 3 * 2**30}B").problems == ()
 
 
 def test_auto_leaves_a_schedule_without_a_warmup_alone() -> None:

@@ -16,7 +16,8 @@ from ppctl.search.rounds import FILLED
 from ppctl.search.space import Configuration, SearchSpace
 from tests.helpers.small_spaces import all_plans, every, space
 
-SPACES = [*range(12), *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(12, 200))]
+SPACES = [*range(12), 35, *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(12, 200) if seed != 35)]
+"""In 35 the stage prices of a division depend on pp: dp comes first in the order of the axes."""
 
 
 def peak(plan: Plan) -> int:
@@ -52,6 +53,41 @@ def test_there_is_an_answer_before_other_divisions_of_the_ranks_are_looked_at(se
     for _ in search.run():
         seen = seen or (search.counts.total if search.found else 0)
     assert 0 < seen < search.counts.total
+
+
+def drawn_of(*words: str) -> SearchSpace:
+    shape = ["model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8", "model.vocab_size=8192"]
+    composed = compose([*shape, "gbs=8", "seq=128", "gpus_per_node=4", *words])
+    return SearchSpace(ConfigValues(composed.config, composed.provenance))
+
+
+@pytest.mark.parametrize(
+    ("words", "chunks"), [(("vpp=null",), {1}), (("vpp=null", "layout=Et|t|t|t|t|t|t|tL", "pp=2"), {4})]
+)
+def test_a_null_for_vpp_follows_the_layout(words: tuple[str, ...], chunks: set[int]) -> None:
+    drawn = drawn_of("tp=2", "mbs=1", "recompute=null", *words)
+    assert {of.vpp for of in every(drawn)} == chunks
+    assert all(plan.sizes.vpp == of.vpp for of, plan in all_plans(drawn).items())
+
+
+def test_a_null_for_the_file_of_a_schedule_fixes_no_schedule() -> None:
+    assert drawn_of("pp_schedule_csv=null").schedules(2, 2) == drawn_of().schedules(2, 2)
+
+
+def test_a_null_for_etp_follows_tp() -> None:
+    drawn = drawn_of("etp=null", "pp=1", "mbs=1", "model.num_moe_experts=4", "model.moe_ffn_hidden_size=128")
+    assert {(of.tp, of.etp) for of in drawn.axes()} == {(1, 1), (2, 2), (4, 4)}
+
+
+def test_groups_that_do_not_fill_a_pipeline_are_against_a_rule() -> None:
+    groups = "pp_schedule=interleaved_1f1b", "parallel.microbatch_group_size_per_vp_stage=2"
+    drawn = drawn_of("tp=1", "cp=1", "mbs=1", "recompute=null", *groups)
+    search = Search(drawn)
+    for _ in search.run():
+        pass
+    assert {of.pp for of in every(drawn)} == {1, 2, 4}
+    assert search.counts.rules and {each.configuration.pp for each in search.found} <= {1, 2}
+    _divided_to_the_end(Search(drawn), all_plans(drawn))
 
 
 def test_weights_that_megatron_gathers_layer_by_layer_are_not_held_all_at_once() -> None:

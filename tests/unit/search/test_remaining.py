@@ -80,6 +80,11 @@ def test_an_answer_is_the_plan_of_the_words_that_it_changes_and_none_of_them_cha
         assert samples == whole.values["gbs"]
 
 
+def test_groups_that_fill_no_longer_pipeline_only_rule_it_out() -> None:
+    groups = ("pp_schedule=interleaved_1f1b", "parallel.microbatch_group_size_per_vp_stage=4")
+    assert remaining(whole_of("nodes=4", "pp=4", "vpp=3", "layout=null", "gbs=16", *groups), 3) is not None
+
+
 def test_the_present_cut_stays_where_its_replicas_divide_the_batch() -> None:
     whole = whole_of(*RUNS["replicas divide the batch"])
     answers = [found(whole, nodes) for nodes in (5, 3, 1)]

@@ -113,6 +113,7 @@ def test_too_little_memory_exits_with_4_and_the_least_number_of_gpus_that_has_en
         (["layout=auto"], {"PP-E228"}),
         (["pp_schedule=auto", "nodes=null", "gpus_per_node=null"], {"PP-E228"}),
         (["--keep", "lr"], {"PP-E228"}),
+        (["pp_schedule_csv=schedule.csv"], {"PP-E228"}),
         (["--nodes", "some"], {"PP-E105"}),
         (["--against", "pp"], {"PP-E105"}),
         (["--refine", "-1"], {"PP-E105"}),
