@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import aligned, note
-from ppctl.cli.jobs import job_of
+from ppctl.cli.jobs import job_of, job_to_show
 from ppctl.cli.local_run import accepted, command_line, other_size_of_nodes, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
@@ -237,7 +237,7 @@ def _check_start(run_dir: RunDir) -> int:
     """Watch the new job for some seconds. If it can never start, cancel it and raise ConfigError (PP-E627); else 0."""
     deadline = time.monotonic() + _WATCHED
     while time.monotonic() < deadline:
-        job = job_of(run_dir)
+        job = job_to_show(run_dir)
         if job is None or job.state != "PENDING":
             return 0
         if job.never is not None:
