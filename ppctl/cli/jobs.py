@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ppctl.cli.longer import longer
-from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, readable
+from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, readable
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
 from ppctl.launch.slurm import JobState
@@ -70,7 +70,7 @@ def _job_to(doing: str, run: RunDir) -> JobState:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel the job, unless it has ended; a run that never began is `interrupted`. Raises ConfigError without job."""
-    run = find_run(args.run, args.dir)  # must be one run: no remedy may offer to cancel another run
+    run = find_run(args.run, args.dir)  # no remedy may offer to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:
         print(f"job {job.job} has ended: run {run.id} is {combined_state(run.status()['state'], job)}")
@@ -90,7 +90,7 @@ def cancel(args: argparse.Namespace) -> int:
 def requeue(args: argparse.Namespace) -> int:
     """Requeue: a running job saves and restarts, one that has ended is submitted again. Raises ConfigError for a run
     without job, or after its last step, and while the job is ending."""
-    run = named_run(args)
+    run = find_run(args.run, args.dir)  # as above
     job = _job_to("requeue", run)
     if job.state and not job.ended:
         if job.state == "PENDING":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_a_scheduler_that_does_not_answer_has_not_ended_the_job(
     assert main(["status", "one", "--json"]) == 0, "what the directory tells is shown all the same"
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "failed" and told["job"]["job"] == "4242" and told["job"]["state"] is None
+
+
+@pytest.mark.parametrize("command", ["cancel {}", "requeue {}", "ckpt prune {} --keep 1"])
+@pytest.mark.parametrize("reference", ["typo", "o"])
+def test_no_remedy_does_to_another_run_what_was_asked_of_one(
+    run: RunDir, command: str, reference: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run.path, run.path.with_name("other"))
+    assert main(command.format(reference).split()) == 2
+    err = capsys.readouterr().err
+    assert ("PP-E611" if reference == "typo" else "PP-E612") in err and "try: ppctl runs show o" in err
 
 
 @pytest.mark.parametrize("squeue", [UNKNOWN, "exit 0"])
