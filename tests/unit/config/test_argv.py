@@ -101,11 +101,17 @@ def test_own_flags_keep_their_values_and_words_stay_in_order():
         ("--num-layer", "3", "did you mean --num-layers", "--num-layers 3"),
         ("--qoss", "a", "did you mean --qos", "launch.qos=a"),
         ("--zzzz", "1", "there is no flag --zzzz", "ppctl plan --help"),
+        ("--layers", "3", "did you mean --num-layers", "ppctl explain model.num_layers"),  # what it means is not known
+        ("--learning-rate", "3", "did you mean --shrink-after", "ppctl explain launch.shrink_after"),
+        ("--no-async-save", None, "did you mean --async-save", "ppctl explain checkpoint.async"),
+        ("--vpp", "2", "the setting is a key", "parallel.virtual_pipeline_model_parallel_size=2"),
+        ("--gbs", "64", "the setting is a key", "train.global_batch_size=64"),
+        ("--recompute", "full", "the setting is a key", "train.recompute_granularity=full"),
         ("--resume", "runs/a b", "a flag of ppctl node", "ppctl resume 'runs/a b'"),
     ],
 )
 def test_a_flag_that_does_not_exist_is_answered_with_one_that_the_command_takes(flag, value, said, remedy):
-    (problem,) = normalise([flag, value, "pp=2"], {"--lost": True, "--json": False}, "plan").problems
+    (problem,) = normalise([flag, *filter(None, [value]), "pp=2"], {"--lost": True, "--json": False}, "plan").problems
     assert (problem.code, said in problem.message, problem.remedy) == ("PP-E107", True, remedy)
     assert "--prompts" not in problem.message
 
