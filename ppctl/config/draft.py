@@ -6,6 +6,7 @@ names of one value become equal. Callers pass the functions that read directorie
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,7 @@ class Draft:
         self._resolve()
         self._read_layout_file()
         self._find_schedule_file()
+        self._expand_homes()
         self._unite_micro_batch()
         self._count_epochs(count_samples, for_training=for_training)
         self._count_steps()
@@ -149,6 +151,12 @@ class Draft:
         value = self.values[SCHEDULE_FILE]
         if isinstance(value, str) and is_file(value):
             self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
+
+    def _expand_homes(self) -> None:
+        """Replace `~`, which no shell expands behind `=`, in paths of directories that a run makes or goes on from."""
+        for key in ("log.dir", "checkpoint.resume"):
+            if isinstance(value := self.values[key], str):
+                self.values[key] = os.path.expanduser(value)
 
     def _unite_micro_batch(self) -> None:
         """Give both names of the micro batch size the stronger source's value; a rule compares equally strong ones."""

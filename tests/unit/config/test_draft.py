@@ -30,6 +30,14 @@ def test_a_directory_is_asked_with_values_of_the_keys_types(given: Any, seen: di
     assert asked == [("DIR", "transformers", seen, {})]
 
 
+def test_a_home_directory_is_meant_by_its_sign_also_behind_a_keys_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = compose(["log.dir=~/runs", "checkpoint.resume=~/runs/a/b"]).config
+    assert (config.log.dir, config.checkpoint.resume) == ("/home/me/runs", "/home/me/runs/a/b")
+    config = compose(["log.dir=~nobody-here/runs", "checkpoint.resume=auto"]).config
+    assert (config.log.dir, config.checkpoint.resume) == ("~nobody-here/runs", "auto")
+
+
 @pytest.mark.parametrize(
     ("typed", "code", "remedy"),
     [
