@@ -126,6 +126,7 @@ class _Sorter:
         self.arguments.problems.append(flag_problem(flag, value, self.own, batch, self.command))
         known = translated(flag, value, batch)
         if known is not None:
+            known = known.without({key for one, _ in self.translated for key, _ in one.pairs})
             self.translated.append((known, self.arguments.problems[-1]))
             self.line += (pasted(f"{key}={text}") for key, text in known.pairs)
 

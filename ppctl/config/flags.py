@@ -7,7 +7,7 @@ flags that mean one value of a key, or no key, and values that have other names 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ppctl.config import name_tables
@@ -48,6 +48,11 @@ class TranslatedFlag(NamedTuple):
     """PP-E108 for what this release does not have, PP-E109 for what has no meaning here."""
     place: str = ""
     """The file of a setting, with the line if known; empty for a typed flag."""
+
+    def without(self, given: Collection[str]) -> TranslatedFlag:
+        """This flag without those of its several keys that are `given` beside it: a flag of their own is more exact."""
+        left = [f"{key}={text}" for key, text in self.pairs if key not in given]
+        return self._replace(override=pasted(*left)) if left and len(left) < len(self.pairs) else self
 
     @property
     def pairs(self) -> list[tuple[str, str]]:

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.config.argv import ALIASES, normalise, quote, sweep_values
+from ppctl.config.compose import compose
 from ppctl.config.flags import TAKEN, flag_problem, translated
 from ppctl.config.keys import as_typed, keys, text_keys, value_text
 from ppctl.config.name_tables import DEFAULTS, LATER, MEANINGLESS, MEGATRON, OTHERWISE, SAME, tables
+from ppctl.errors import ConfigError
 
 DSV3 = "Et*3|(tt|)*29,m|L"
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -336,6 +338,26 @@ def test_no_key_is_offered_that_this_release_refuses() -> None:
             state = text_keys()[key].facts.support.state
             assert state not in ("later", "needs") or as_typed(key, text_keys()[key].default) == word, (flag, value)
     assert flag_problem("--profile").code == "PP-E108"
+
+
+@pytest.mark.parametrize(
+    ("line", "factor"),
+    [
+        ("--use-rope-scaling", "8"),
+        ("--use-rope-scaling --rope-scaling-factor 32", "32"),
+        ("--rope-scaling-factor 32 --use-rope-scaling", "32"),
+    ],
+)
+def test_the_remedy_for_an_extended_context_extends_it(line: str, factor: str) -> None:
+    (problem,) = normalise(line.split(), {}, "plan").problems
+    config = compose(shlex.split(problem.remedy.removeprefix("ppctl plan "))).config
+    assert (config.model.rotary_scaling_type, config.model.rotary_scaling_factor) == ("llama3", float(factor))
+
+
+@pytest.mark.parametrize("word", ["rotary_scaling_type=llama3", "beta_slow=2", "original_max_position_embeddings=8192"])
+def test_a_part_of_an_extended_context_needs_its_factor(word: str) -> None:
+    with pytest.raises(ConfigError, match="has an effect only with model"):
+        compose([f"model.{word}"])
 
 
 A_MEGATRON_LINE = (
