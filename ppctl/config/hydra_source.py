@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppctl.config.argv import PLACE, Arguments, quote
 from ppctl.config.keys import text_keys, value_text
-from ppctl.config.mapping import leaves, nested
+from ppctl.config.mapping import key_called, leaves, nested
 from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes, shown
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
@@ -179,7 +179,7 @@ def _values_of(file: YamlFile, path: str, package: str) -> Iterator[tuple[str, A
     for name, value in leaves(values, prefix):
         line = file.lines.get(name.removeprefix(prefix))
         place = f"{file.label}:{line}" if line else file.label
-        yield name, value, f"recipe {recipe} ({place})" if recipe else place
+        yield key_called(name), value, f"recipe {recipe} ({place})" if recipe else place
 
 
 def _header_of(source: PpctlSource, reason: str) -> ConfigError:
