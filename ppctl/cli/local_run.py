@@ -21,7 +21,7 @@ from ppctl.cli import plan_text
 from ppctl.cli.console import is_live, note, print_problems, prose, width
 from ppctl.cli.longer import longer, rates_text, same_rates
 from ppctl.cli.runs import checkpoint_of, program, short_path
-from ppctl.config.argv import retyped, typed_again
+from ppctl.config.argv import typed_again
 from ppctl.config.checks import check
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator, kept_queue
@@ -216,8 +216,7 @@ def _note_rates(config: RunConfig, checkpoint: Path) -> None:
 
 def command_line(command: str, args: argparse.Namespace) -> str:
     """The command line with full names, ready to paste."""
-    recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
-    return " ".join(filter(None, (program(), command, pasted(*recipes), retyped(args.line.overrides))))
+    return f"{program()} {typed_again(command, args.line).removeprefix('ppctl ')}"
 
 
 def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> int:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     several = bool(args.line.lists)
     if args.on == KUBERNETES:
         if several:
-            again = f"{typed_again('submit', args.line.overrides)} --on kubernetes"
+            again = f"{typed_again('submit', args.line)} --on kubernetes"
             raise ConfigError(Problem("PP-E106", "--on kubernetes submits one run; type one value of each key", again))
         return _submit_to_cluster(prepare(args), args)
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]

@@ -166,6 +166,6 @@ def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_sampl
     noted = (*draft.notes, *ignored(config, draft.provenance), *(() if problems else notes(config, draft.provenance)))
     composed = Composed(config, draft.provenance, noted)
     if problems:
-        same = typed_again("plan", arguments.overrides)
+        same = typed_again("plan", arguments)
         raise RefusedError([replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems], composed)
     return composed

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import LAYOUT, PLACE, SHORT, Arguments
@@ -24,7 +23,7 @@ from ppctl.config.scale import KEEPS, SCALES
 from ppctl.config.schema import RunConfig
 from ppctl.config.unknown_words import no_such_key, no_such_option
 from ppctl.errors import ConfigError, PpctlError, Problem
-from ppctl.host.files import is_file, read_text
+from ppctl.host.files import expanded, is_file, read_text
 
 SCHEDULE_FILE = "pipeline.pp_schedule_csv"
 
@@ -165,7 +164,7 @@ class Draft:
         """Make the schedule file's path absolute: a run may be resumed from another directory."""
         value = self.values[SCHEDULE_FILE]
         if isinstance(value, str) and is_file(value):
-            self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
+            self.values[SCHEDULE_FILE] = str(expanded(value).resolve())
 
     def _expand_homes(self) -> None:
         """Replace `~`, which no shell expands behind `=`, in paths of directories that a run makes or goes on from."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ppctl.config.argv import ALIASES, PLACE, quote
 from ppctl.config.checks import check
@@ -14,6 +13,7 @@ from ppctl.config.metadata import LATER
 from ppctl.config.name_tables import AUTOMODEL, TORCHTITAN, tables
 from ppctl.config.resources import YAML, groups, recipes
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.host.files import expanded
 
 
 def not_an_override(word: str) -> Problem:
@@ -26,7 +26,7 @@ def not_an_override(word: str) -> Problem:
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
     """The problem of an option that does not exist; for a recipe, files are suggested, too."""
     if group == "recipe" and option.endswith(YAML):
-        twins = [twin for ending in YAML if (twin := Path(option).expanduser().with_suffix(ending)).is_file()]
+        twins = [twin for ending in YAML if (twin := expanded(option).with_suffix(ending)).is_file()]
         ways = [*(pasted(f"+recipe={twin}") for twin in twins), f"ppctl recipes copy quickstart {pasted(option)}"]
         return Problem("PP-E104", f"there is no recipe file {option}", "\n".join(ways), PLACE)
     close = nearest(option, options)

@@ -13,12 +13,11 @@ import subprocess
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ppctl.data.tokenizer import named_marks, read_settings
 from ppctl.errors import DataError, Problem
-from ppctl.host.files import read_text
+from ppctl.host.files import expanded, read_text
 from ppctl.host.processes import python
 
 Spans = Sequence[tuple[int, int]]
@@ -101,11 +100,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
     """The template in `file` (`data.chat_template`), else the tokenizer's. Raises DataError (PP-E419) without one."""
-    directory = Path(tokenizer).expanduser()
+    directory = expanded(tokenizer)
     directory = directory.parent if directory.is_file() else directory
     settings = read_settings(directory / _SETTINGS) if tokenizer != "byte" else {}
     if file is not None:
-        path = Path(file).expanduser()
+        path = expanded(file)
         try:
             return ChatTemplate(read_text(path), named_marks(settings), str(path))
         except OSError as error:

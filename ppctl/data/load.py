@@ -20,7 +20,7 @@ from ppctl.data.prompts import prompts_of
 from ppctl.data.text import matching
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, PpctlError, Problem
-from ppctl.host.files import cache_directory
+from ppctl.host.files import cache_directory, expanded
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
@@ -72,7 +72,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     DataError if it cannot be read, ConfigError if the library for it is missing."""
     if name == "byte":
         return ByteTokenizer()
-    return HuggingFaceTokenizer.open(Path(name).expanduser())
+    return HuggingFaceTokenizer.open(expanded(name))
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
@@ -95,7 +95,7 @@ def of_document_ends(data: DataConfig) -> list[str]:
 
 def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
     """Return the function that reads one path of `data.path`, as `data.format` says. Raises as `open_template`."""
-    cache = None if data.cache is None or data.tokenizer == "byte" else Path(data.cache).expanduser()
+    cache = None if data.cache is None or data.tokenizer == "byte" else expanded(data.cache)
     if data.cache == "auto" and cache is not None:
         cache = cache_directory() / "tokens"
     if data.format == TEXT:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from ppctl.errors import ConfigError, DataError, Problem
-from ppctl.host.files import MOST_READ_OF_A_MODEL, read_text
+from ppctl.host.files import MOST_READ_OF_A_MODEL, expanded, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -60,7 +60,7 @@ def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
 
 def tokenizer_path(name: str) -> str | None:
     """Return the absolute path of `data.tokenizer`, for checkpoints; None for `byte`."""
-    return None if name == "byte" else str(Path(name).expanduser().absolute())
+    return None if name == "byte" else str(expanded(name).absolute())
 
 
 class ByteTokenizer:

@@ -28,7 +28,7 @@ ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
 def is_file(path: Path | str) -> bool:
     """Whether there is a file at `path`, in which `~` is a home directory; False for an impossible name."""
     try:
-        return _expanded(path).is_file()
+        return expanded(path).is_file()
     except OSError:  # the name is too long
         return False
 
@@ -50,16 +50,14 @@ def unused(path: Path) -> Path:
     return next((each for each in (path, *numbered) if not os.path.lexists(each)), path)
 
 
-def _expanded(path: Path | str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise OSError(errno.ENOENT, str(error), str(path)) from None
+def expanded(path: Path | str) -> Path:
+    """`path` with `~` as a home directory; unchanged, as in bash, if there is no such user."""
+    return Path(os.path.expanduser(path))
 
 
 def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) -> bytes:
     """All bytes of a regular file (`~`: home). Raises OSError as `open_regular`, and for more than `most` bytes."""
-    with open_regular(_expanded(path), follow=follow) as file:
+    with open_regular(expanded(path), follow=follow) as file:
         if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
             return data
     raise OSError(errno.EFBIG, f"it has more than {most} bytes, the most that is read", str(path))
