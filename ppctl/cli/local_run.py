@@ -223,17 +223,19 @@ def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> 
     """Print the first screen, run the job to its end and print how it ended. Returns the exit code. A process that a
     launcher started becomes a worker, and does not return."""
     out = sys.stderr if as_json else sys.stdout
-    config = launch.config
-    print(
-        f"{first_screen(launch.plan)}\n\nrun {short_path(run.path)} on {config.launch.device}\n", file=out, flush=True
-    )
-    if started.is_rank:
-        become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
-    outcome = run_job(run, launch, out)
+    device, environment = launch.config.launch.device, launch.config.launch.env
+    try:
+        print(f"{first_screen(launch.plan)}\n\nrun {short_path(run.path)} on {device}\n", file=out, flush=True)
+        if started.is_rank:
+            become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=environment)
+        outcome = run_job(run, launch, out)
+        if outcome.exit_code in (DONE, STOPPED) and not as_json:
+            print("\n".join(ending(run, launch, outcome)))
+    except KeyboardInterrupt:  # before the ranks are watched, or after they have ended
+        outcome = JobOutcome(INTERRUPTED, "interrupted", "interrupted")
+        note(outcome.report + saved_before(run, outcome))
     if as_json:
         print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
-    elif outcome.exit_code in (DONE, STOPPED):
-        print("\n".join(ending(run, launch, outcome)))
     return outcome.exit_code
 
 
