@@ -108,8 +108,9 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
-    """The directory of checkpoints that `text` names, or without `text` the newest run's; None for one checkpoint."""
+def _folder(text: str | None, root: Path, typed: Sequence[str] = ("runs", "show")) -> Path | None:
+    """The directory of checkpoints that `text` names, or without `text` the newest run's; None for one checkpoint.
+    `typed` is as for `find_run`."""
     if text is None:
         return find_run(None, root).checkpoints
     path = Path(text).absolute()
@@ -187,7 +188,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     """Delete the checkpoints that are not to be kept, and print them; returns the exit code."""
-    folder = _folder(args.path, args.dir, args.typed)
+    folder = _folder(args.path, args.dir)  # no remedy may offer to delete another run's checkpoints
     if folder is None:
         message = f"{args.path} is a single checkpoint, not a run or a directory of checkpoints"
         parent = Path(args.path).absolute().parent

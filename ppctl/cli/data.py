@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 
 from ppctl.cli.console import UNFOLDED, aligned, byte_progress, folded, note, width
 from ppctl.errors import DataError, Problem, pasted
+from ppctl.host.files import expanded
 from ppctl.host.processes import unwinding_on_term
 
 _SHOWN_TOKENS = 20
@@ -64,7 +64,7 @@ def tokenize(args: argparse.Namespace) -> int:
             end = [end_mark(tokenizer, "--append-eod")] if args.append_eod else []
             matched = load_all(args.inputs, lambda pattern: matching(pattern, "{}")[0])
             files = list(dict.fromkeys(file for of_pattern in matched for file in of_pattern))
-            prefix = Path(args.output.removesuffix(".bin").removesuffix(".idx")).expanduser()
+            prefix = expanded(args.output.removesuffix(".bin").removesuffix(".idx"))
             dtype = token_dtype(tokenizer.vocab_size)
             with (
                 IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer,
@@ -98,7 +98,7 @@ def _typed_as_flag(problem: Problem) -> Problem:
 
 def _reading(name: str, vocabulary: int) -> str:
     """The overrides for a model that reads these tokens: the model in the tokenizer's directory, or sizes."""
-    if name != "byte" and Path(name).expanduser().joinpath("config.json").is_file():
+    if name != "byte" and expanded(name).joinpath("config.json").is_file():
         return pasted(f"model.from={name}")
     rows = -(-vocabulary // 64) * 64  # rows of the embedding: at least one for every id, and a multiple of 64
     return pasted(f"data.tokenizer={name}", f"model.vocab_size={rows}")

@@ -6,12 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from pathlib import Path
 
 from ppctl.cli.console import note, prose, width
 from ppctl.cli.runs import DTYPES, above_0, add_runs_directory
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import CONFIG
+from ppctl.host.files import expanded
 from ppctl.host.processes import python
 from ppctl.launch.weights import tokenizer_of
 from ppctl.runs.finding import find_checkpoint
@@ -49,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start the process that generates. Exit codes: 0 done; 2 usage, or a prompt that the model cannot continue; 3 a
     checkpoint that is missing or damaged; 130 interrupted."""
-    source = Path(args.source).expanduser().absolute()
+    source = expanded(args.source).absolute()
     if not (source / CONFIG).is_file():
         source = find_checkpoint(args.source, args.dir, "generate")
     tokenizer = args.tokenizer or tokenizer_of(source)
-    if tokenizer is None or (tokenizer != "byte" and not Path(tokenizer).expanduser().exists()):
+    if tokenizer is None or (tokenizer != "byte" and not expanded(tokenizer).exists()):
         message = f"{source} comes with no tokenizer" if tokenizer is None else f"there is no tokenizer at {tokenizer}"
         raise ConfigError(Problem("PP-E560", message, "--tokenizer DIR, the one that the model was trained with"))
     note(f"note: loading {source}")

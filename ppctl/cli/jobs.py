@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ppctl.cli.longer import longer
-from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run
+from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, readable
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
 from ppctl.launch.slurm import JobState
@@ -17,12 +17,20 @@ add_arguments = add_run_arguments
 
 
 def job_of(run: RunDir) -> JobState | None:
-    """The job of a run; None if the run was not submitted, or its job.json names no job."""
+    """The job of a run; None if the run was not submitted, or its job.json names no job. Raises ConfigError if the
+    scheduler does not answer: a job of which nothing is known may be running."""
     record = run.job()
     if "job" not in record:
         return None
     state: JobState = _system_of(record["job"]).state(record["job"], record.get("cluster", ""))
     return state
+
+
+def job_to_show(run: RunDir) -> JobState | None:
+    """As `job_of`, but a scheduler that does not answer is a warning, and the job's state empty."""
+    record = run.job()
+    unknown = JobState(record["job"], record.get("cluster", "")) if "job" in record else None
+    return readable(lambda: job_of(run)) or unknown
 
 
 def _system_of(job: str) -> Any:
@@ -46,12 +54,13 @@ def combined_state(state: str, job: JobState | None) -> str:
 
 
 def state_of(run: RunDir) -> str:
-    """The run's state, from its directory and its scheduler."""
-    return combined_state(str(facts(run)["state"]), job_of(run))
+    """The run's state, from its directory and, unless it has finished, its scheduler. Raises as `job_of`."""
+    state = str(facts(run)["state"])
+    return state if state == "finished" else combined_state(state, job_of(run))
 
 
 def _job_to(doing: str, run: RunDir) -> JobState:
-    """The job of a run. Raises ConfigError (PP-E628) if the run was not submitted."""
+    """The job of a run. Raises as `job_of`, and ConfigError (PP-E628) if the run was not submitted."""
     job = job_of(run)
     if job is None:
         message = f"run {run.id} was not submitted, so there is no job to {doing}"
@@ -61,7 +70,7 @@ def _job_to(doing: str, run: RunDir) -> JobState:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel the job, unless it has ended; a run that never began is `interrupted`. Raises ConfigError without job."""
-    run = find_run(args.run, args.dir)  # must be one run: no remedy may offer to cancel another run
+    run = find_run(args.run, args.dir)  # no remedy may offer to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:
         print(f"job {job.job} has ended: run {run.id} is {combined_state(run.status()['state'], job)}")
@@ -81,7 +90,7 @@ def cancel(args: argparse.Namespace) -> int:
 def requeue(args: argparse.Namespace) -> int:
     """Requeue: a running job saves and restarts, one that has ended is submitted again. Raises ConfigError for a run
     without job, or after its last step, and while the job is ending."""
-    run = named_run(args)
+    run = find_run(args.run, args.dir)  # as above
     job = _job_to("requeue", run)
     if job.state and not job.ended:
         if job.state == "PENDING":
@@ -98,11 +107,15 @@ def requeue(args: argparse.Namespace) -> int:
         config = run.read_config()
         message = f"run {run.id} has done its {config.train.steps} steps"
         raise ConfigError(Problem("PP-E618", message, longer(str(run.path), config)))
-    last = last_checkpoint(run)
+    last, before = last_checkpoint(run), run.status()
     run.write_status("queued")
-    if slurm.is_job(job.job):
-        run.write_job(*slurm.sbatch(run.submit_script))
-    else:
-        _system_of(job.job).submit_again(run, job)
+    try:
+        if slurm.is_job(job.job):
+            run.write_job(*slurm.sbatch(run.submit_script))
+        else:
+            _system_of(job.job).submit_again(run, job)
+    except BaseException:
+        run.write_status(**before)
+        raise
     print(f"job {run.job()['job']} goes on from {last.name if last else 'the beginning'}\nrun {run.path}")
     return 0

@@ -21,7 +21,7 @@ from ppctl.cli import plan_text
 from ppctl.cli.console import is_live, note, print_problems, prose, width
 from ppctl.cli.longer import longer, rates_text, same_rates
 from ppctl.cli.runs import checkpoint_of, program, short_path
-from ppctl.config.argv import retyped, typed_again
+from ppctl.config.argv import typed_again
 from ppctl.config.checks import check
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator, kept_queue
@@ -216,25 +216,26 @@ def _note_rates(config: RunConfig, checkpoint: Path) -> None:
 
 def command_line(command: str, args: argparse.Namespace) -> str:
     """The command line with full names, ready to paste."""
-    recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
-    return " ".join(filter(None, (program(), command, pasted(*recipes), retyped(args.line.overrides))))
+    return f"{program()} {typed_again(command, args.line).removeprefix('ppctl ')}"
 
 
 def run_to_end(run: RunDir, launch: Launch, started: Started, as_json: bool) -> int:
     """Print the first screen, run the job to its end and print how it ended. Returns the exit code. A process that a
     launcher started becomes a worker, and does not return."""
     out = sys.stderr if as_json else sys.stdout
-    config = launch.config
-    print(
-        f"{first_screen(launch.plan)}\n\nrun {short_path(run.path)} on {config.launch.device}\n", file=out, flush=True
-    )
-    if started.is_rank:
-        become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
-    outcome = run_job(run, launch, out)
+    device, environment = launch.config.launch.device, launch.config.launch.env
+    try:
+        print(f"{first_screen(launch.plan)}\n\nrun {short_path(run.path)} on {device}\n", file=out, flush=True)
+        if started.is_rank:
+            become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=environment)
+        outcome = run_job(run, launch, out)
+        if outcome.exit_code in (DONE, STOPPED) and not as_json:
+            print("\n".join(ending(run, launch, outcome)))
+    except KeyboardInterrupt:  # before the ranks are watched, or after they have ended
+        outcome = JobOutcome(INTERRUPTED, "interrupted", "interrupted")
+        note(outcome.report + saved_before(run, outcome))
     if as_json:
         print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
-    elif outcome.exit_code in (DONE, STOPPED):
-        print("\n".join(ending(run, launch, outcome)))
     return outcome.exit_code
 
 

@@ -53,10 +53,9 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
     if held := _held(before):
         # Without typed rates, as in the command that is printed for it.
-        told, end = _with(after, {key: before[key] for key in text_keys() if sets_rate(key)} | held), after.train.steps
-        rate = _rate(told, end)
-        how = "stays" if _rate(told, min(before.train.steps + 1, end)) == rate else "ends at"
-        choice = f"the decay ends at step {before.train.steps:,} as before, and the rate {how} {rate:.3g}"
+        told = _with(after, {key: before[key] for key in text_keys() if sets_rate(key)} | held)
+        rate = _rate(told, after.train.steps)
+        choice = f"the decay ends at step {before.train.steps:,} as before, and the rate stays {rate:.3g}"
         choices.append((choice + ("" if rate else " (nothing is learned)"), held, more))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of a run that was as long from its start", {}, ("--allow",)))
@@ -85,9 +84,11 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
-    """Values that keep the decay's end where it is, at the present last step; none if the config sets the end."""
+    """Values that keep the decay's end where it is, at the present last step; none if the config sets the end, or if
+    the warm-up ends later."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
+    free = free and warmup_steps(optim, steps_for_tokens(config)) < config.train.steps
     return {"optim.lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}
 
 

@@ -171,7 +171,7 @@ def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Seque
         # So every process that this command starts, and every later search for recipes, finds it.
         before = os.environ.get(RECIPES_PATH, "")
         os.environ[RECIPES_PATH] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
-    args.line = replace(line, rest=strays)
+    args.line = replace(line, rest=strays, directories=tuple(args.recipes_dir or ()))
     return args
 
 

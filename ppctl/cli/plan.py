@@ -6,19 +6,24 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ppctl.cli import plan_text
 from ppctl.cli.console import console, is_live, note, print_problems, width
-from ppctl.cli.timeline import add_timeline_argument, write_timeline
+from ppctl.cli.timeline import add_timeline_argument, obstacle, write_timeline
+from ppctl.config.argv import quote
 from ppctl.config.compose import Composed
 from ppctl.config.name_tables import SYSTEMS
-from ppctl.errors import ConfigError, Problem, visible
+from ppctl.errors import ConfigError, Problem, pasted, visible
+from ppctl.host.files import write_atomically
+from ppctl.launch.machine import with_overrides
 from ppctl.launch.planning import only_memory, planned, refusal
 from ppctl.plan import Plan
 from ppctl.plan.plan import LIMIT_KEYS
 from ppctl.plan.plan_picture import picture
+from ppctl.plan.schedule_choice import CSV
 from ppctl.plan.violations import ConfigValues
 from ppctl.records.json_reader import without_collections
 from ppctl.schedule.simulate import to_slots
@@ -70,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     for line in (*composed.notes, *_on_weights(composed)):
         note(f"note: {line}")
     if plan is not None and not any(problem.code.startswith("PP-E3") for problem in problems):
-        problems += _write(args, composed, plan)
+        problems += list(_write(args, composed, plan, problems))
     if any(problem.code in _UNREAD for problem in problems):
         plan = None
     if args.lost is not None and plan is not None and not problems:
@@ -100,13 +105,17 @@ def _on_weights(composed: Composed) -> list[str]:
         return []  # the error is among the problems
 
 
-def _write(args: argparse.Namespace, composed: Composed, plan: Plan) -> Iterator[Problem]:
+def _write(args: argparse.Namespace, composed: Composed, plan: Plan, problems: Sequence[Problem]) -> Iterator[Problem]:
     """Write the files that `--dump-schedule` and `--timeline` name; yields problems of writing."""
     table, drawn = (None if name is None else Path(name) for name in (args.dump_schedule, args.timeline))
     if table is not None:
         try:
-            table.write_text(to_slots(plan.schedule), encoding="utf-8")
-            note(f"note: wrote the schedule to {table}; pipeline.pp_schedule_csv={table} runs it")
+            if reason := obstacle(table):
+                raise ValueError(reason)
+            write_atomically(table, to_slots(plan.schedule))
+            again = replace(args.line, overrides=with_overrides(args.line.overrides, f"{CSV}={quote(CSV, str(table))}"))
+            runs = {problem.code for problem in planned(again)[2]} <= {problem.code for problem in problems}
+            note(f"note: wrote the schedule to {table}" + f"; {pasted(f'{CSV}={table}')} runs it" * runs)
         except (OSError, ValueError) as error:
             message = f"the schedule cannot be written to {table}: {getattr(error, 'strerror', None) or error}"
             yield Problem("PP-E127", message, "--dump-schedule schedule.csv", "command line")

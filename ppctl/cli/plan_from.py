@@ -22,6 +22,7 @@ from ppctl.config.other_systems import NO_MODEL, OF_THE_MODEL
 from ppctl.config.resources import groups
 from ppctl.config.translate import VOCABULARY_ALONE, Translation, translation
 from ppctl.errors import ConfigError, Problem, pasted, visible
+from ppctl.host.files import expanded
 from ppctl.launch.planning import composed
 
 _LONGEST = 2000
@@ -40,7 +41,7 @@ def apply(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
         raise ConfigError(Problem("PP-E107", message, "ppctl plan --from config.yaml --write my.yaml", "command line"))
     names = {override.partition("=")[0] for override in args.line.overrides}
     layers = composed(args.line)[0].config.model.num_layers if names & {*OF_THE_MODEL} else None
-    found = translation(Path(args.source).expanduser(), args.from_format, args.line, layers)
+    found = translation(expanded(args.source), args.from_format, args.line, layers)
     if unknown := [row.why for row in found.rows if row.code == NO_MODEL]:
         message = f"{args.source}: {unknown[0]}"
         raise ConfigError(Problem("PP-E107", message, "ppctl recipes", _table(found, args.source)))

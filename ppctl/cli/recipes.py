@@ -12,7 +12,7 @@ from typing import Any
 
 from ppctl.cli.console import aligned, folded, width
 from ppctl.config.keys import did_you_mean, nearest
-from ppctl.config.resources import Recipe, recipes
+from ppctl.config.resources import YAML, Recipe, recipes
 from ppctl.errors import ConfigError, Problem, pasted, visible
 from ppctl.host.files import unused
 
@@ -93,7 +93,7 @@ def published(name: str, table: Sequence[Mapping[str, Any]], columns: int) -> st
 def copy_to(recipe: Recipe, to: str | None) -> Path:
     """Copy the recipe's file; returns the new path. Raises ConfigError if that exists already or cannot be written."""
     target = Path(to or ".")
-    if target.suffix != ".yaml":
+    if target.suffix not in YAML:
         target = target / recipe.path.name
     write_new(target, recipe.path.read_bytes(), pasted("ppctl", "recipes", "copy", recipe.name))
     return target

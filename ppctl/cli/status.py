@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from ppctl.cli.console import UNFOLDED, aligned, folded, prose, width
-from ppctl.cli.jobs import combined_state, job_of
+from ppctl.cli.jobs import combined_state, job_to_show
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
 from ppctl.errors import PpctlError, pasted
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the run. The exit code is 0 whatever its state."""
     run_dir = named_run(args)
-    report = collect(run_dir, job_of(run_dir))
+    report = collect(run_dir, job_to_show(run_dir))
     print(json.dumps(report, indent=1) if args.json else _text(report, width(UNFOLDED)))
     return 0
 
@@ -139,7 +139,7 @@ def _said(report: dict[str, Any]) -> list[str]:
         lines.append(f"went back behind bad steps: from {report['steps_back']}")
     job = report.get("job")
     if job and job["state"] is None:
-        lines.append(f"job {job['job']}: its scheduler does not know it (any more)")
+        lines.append(f"job {job['job']}: its scheduler does not show it")
     elif job:
         more = [f"({job['reason']})"] * bool(job["reason"]) + [f"on {job['nodes']}"] * bool(job["nodes"])
         if job["state"] == "PENDING" and job["starts"]:

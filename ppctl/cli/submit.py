@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import aligned, note
-from ppctl.cli.jobs import job_of
+from ppctl.cli.jobs import job_of, job_to_show
 from ppctl.cli.local_run import accepted, command_line, other_size_of_nodes, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     several = bool(args.line.lists)
     if args.on == KUBERNETES:
         if several:
-            again = f"{typed_again('submit', args.line.overrides)} --on kubernetes"
+            again = f"{typed_again('submit', args.line)} --on kubernetes"
             raise ConfigError(Problem("PP-E106", "--on kubernetes submits one run; type one value of each key", again))
         return _submit_to_cluster(prepare(args), args)
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
@@ -237,7 +237,7 @@ def _check_start(run_dir: RunDir) -> int:
     """Watch the new job for some seconds. If it can never start, cancel it and raise ConfigError (PP-E627); else 0."""
     deadline = time.monotonic() + _WATCHED
     while time.monotonic() < deadline:
-        job = job_of(run_dir)
+        job = job_to_show(run_dir)
         if job is None or job.state != "PENDING":
             return 0
         if job.never is not None:

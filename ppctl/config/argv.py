@@ -46,6 +46,8 @@ class Arguments:
     problems: list[Problem] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     """Key -> provenance, for keys to which an earlier word gave another value."""
+    directories: tuple[str, ...] = ()
+    """The directories of --recipes-dir, which remedies repeat."""
     lists: dict[str, str] = field(default_factory=dict)
     """Key -> its values as typed (`1,2`), one run for each value; empty without -m. `hydra_source` reads the text."""
 
@@ -126,6 +128,7 @@ class _Sorter:
         self.arguments.problems.append(flag_problem(flag, value, self.own, batch, self.command))
         known = translated(flag, value, batch)
         if known is not None:
+            known = known.without({key for one, _ in self.translated for key, _ in one.pairs})
             self.translated.append((known, self.arguments.problems[-1]))
             self.line += (pasted(f"{key}={text}") for key, text in known.pairs)
 
@@ -216,9 +219,11 @@ def _where_explained(name: str) -> str:
     return f"ppctl explain {key}" if key in keys() or key in sections() else "ppctl explain"
 
 
-def typed_again(command: str, overrides: Sequence[str]) -> str:
+def typed_again(command: str, line: Arguments | Sequence[str]) -> str:
     """A whole command line of ppctl's, to paste."""
-    return " ".join(filter(None, ["ppctl", command, retyped(overrides)]))
+    known = line if isinstance(line, Arguments) else Arguments(list(line))
+    recipes = [word for directory in known.directories for word in ("--recipes-dir", directory)]
+    return " ".join(filter(None, ["ppctl", command, pasted(*recipes), retyped(known.overrides)]))
 
 
 def retyped(overrides: Sequence[str]) -> str:
@@ -256,13 +261,18 @@ def quote(key: str, value: str) -> str:
     has_lists = info is not None and info.is_container and not info.facts.verbatim
     if has_lists and (_is_literal(text) or text.lstrip("+-").isdigit()):
         return value
-    body = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
+    return in_quotes(value)
+
+
+def in_quotes(text: str) -> str:
+    """`text` as a quoted value of Hydra's grammar."""
+    body = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", text)
     body += "\\" * (len(body) - len(body.rstrip("\\")))
     return f"'{body}'"
 
 
 def unquoted(value: str) -> str:
-    """The inverse of `quote`, for quoted text."""
+    """The inverse of `in_quotes`."""
     body = re.sub(r"(\\*)\\'", lambda match: match[1][::2] + "'", value[1:-1])
     ends = len(body) - len(body.rstrip("\\"))
     return body[: len(body) - ends // 2]

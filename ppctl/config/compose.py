@@ -25,7 +25,6 @@ from ppctl.config.draft import (
     split_choices,
     with_remedy,
 )
-from ppctl.config.keys import text_keys
 from ppctl.config.mapping import convert
 from ppctl.config.model_rules import without_effect
 from ppctl.config.schema import RunConfig
@@ -127,12 +126,12 @@ def _read(overrides: Sequence[str] | Arguments) -> Arguments:
 
 def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:
     """Set the draft's vocabulary size by the tokenizer if nothing else sets it, and round it up as Megatron does."""
-    source, rows, tokenizer = draft.source(_VOCABULARY), draft.values[_VOCABULARY], draft.values[TOKENIZER]
-    if source.startswith("model.from"):
-        return  # the model's weights give the rows
+    source, rows, tokenizer = draft.source(_VOCABULARY), draft.value(_VOCABULARY), draft.value(TOKENIZER)
+    if source.startswith("model.from") or rows is None:
+        return  # the model's weights give the rows, or `check` refuses them
     reason = ""
     if source == DEFAULT or source.startswith("scale="):
-        if draft.source(TOKENIZER) != DEFAULT and isinstance(tokenizer, str):
+        if draft.source(TOKENIZER) != DEFAULT and tokenizer:
             try:
                 rows = count_tokens(tokenizer)
                 reason = f"{TOKENIZER}={tokenizer} has {rows:,} tokens"
@@ -142,25 +141,17 @@ def _vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) 
                 else:
                     reasons = "; ".join(problem.message for problem in error.problems)
                     draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
-        elif source == DEFAULT and not draft.values["model.from"] and draft.source("data.path") != DEFAULT:
+        elif source == DEFAULT and not draft.value("model.from") and draft.source("data.path") != DEFAULT:
             without = f"data.path is set, but neither {TOKENIZER} nor {_VOCABULARY} is"
             draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
-    multiple = _multiple(draft)
-    if multiple > 1 and isinstance(rows, int) and rows % multiple:
+    divisor, tp = draft.value(_DIVISOR) or 1, draft.value(_TP) or 1
+    multiple = divisor * tp if divisor > 1 else 1
+    if rows % multiple:
         before = reason or f"{rows:,} ({source})"
-        divisor = f"make_vocab_size_divisible_by {draft.values[_DIVISOR]} x tp {draft.values[_TP]}"
-        rows, reason = -(-rows // multiple) * multiple, f"{before}, rounded up to a multiple of {divisor}"
+        factors = f"make_vocab_size_divisible_by {divisor} x tp {tp}"
+        rows, reason = -(-rows // multiple) * multiple, f"{before}, rounded up to a multiple of {factors}"
     if reason:
         draft.put(_VOCABULARY, rows, f"derived: {reason}")
-
-
-def _multiple(draft: Draft) -> int:
-    """The vocabulary is rounded up to a multiple of this; 1 if a factor is wrong, which `check` reports."""
-    divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
-    sound = all(
-        type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))
-    )
-    return divisor * tp if sound and divisor > 1 else 1
 
 
 def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_samples: CountSamples | None) -> Composed:
@@ -175,6 +166,6 @@ def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_sampl
     noted = (*draft.notes, *ignored(config, draft.provenance), *(() if problems else notes(config, draft.provenance)))
     composed = Composed(config, draft.provenance, noted)
     if problems:
-        same = typed_again("plan", arguments.overrides)
+        same = typed_again("plan", arguments)
         raise RefusedError([replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems], composed)
     return composed

@@ -6,10 +6,10 @@ names of one value become equal. Callers pass the functions that read directorie
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import LAYOUT, PLACE, SHORT, Arguments
@@ -23,7 +23,7 @@ from ppctl.config.scale import KEEPS, SCALES
 from ppctl.config.schema import RunConfig
 from ppctl.config.unknown_words import no_such_key, no_such_option
 from ppctl.errors import ConfigError, PpctlError, Problem
-from ppctl.host.files import is_file, read_text
+from ppctl.host.files import expanded, is_file, read_text
 
 SCHEDULE_FILE = "pipeline.pp_schedule_csv"
 
@@ -81,25 +81,41 @@ class Draft:
 
     def config(self) -> RunConfig:
         """The config so far, with usual values in place of wrong ones."""
-        return within_limits(convert(self.values, self.place)[0], self.covered)
+        known = {
+            key: text_keys()[key].default if isinstance(v, Exception) else v for key, v in self._interpolated().items()
+        }
+        return within_limits(convert(self.values | known, self.place)[0], self.covered)
+
+    def value(self, key: str) -> Any:
+        """The value that a key will have; None for one that is refused later."""
+        try:
+            value = converted_value(key, self._interpolated().get(key, self.values[key]))
+        except ValueError:
+            return None
+        return value if text_keys()[key].allows(value) else None
 
     def adjust(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
         """Make the values of keys fit each other, once all values are there."""
         self._resolve()
         self._read_layout_file()
         self._find_schedule_file()
+        self._expand_homes()
         self._unite_micro_batch()
         self._count_epochs(count_samples, for_training=for_training)
         self._count_steps()
 
-    def _resolve(self) -> None:
-        """Resolve `${...}`; a value that cannot be resolved is a problem, and the key's default replaces it."""
+    def _interpolated(self) -> dict[str, Any]:
+        """Key -> its value with `${...}` resolved, or the error, of each key whose value has any."""
         names = [name for name, value in self.values.items() if "${" in str(value) and name in text_keys()]
         if not names:
-            return
+            return {}
         from ppctl.config.hydra_source import interpolated
 
-        for name, value in interpolated(self.values, names).items():
+        return interpolated(self.values, names)
+
+    def _resolve(self) -> None:
+        """Resolve `${...}`; a value that cannot be resolved is a problem, and the key's default replaces it."""
+        for name, value in self._interpolated().items():
             self.values[name] = value
             if isinstance(value, Exception):
                 message = f"{name}: {str(value).splitlines()[0]}"
@@ -148,7 +164,13 @@ class Draft:
         """Make the schedule file's path absolute: a run may be resumed from another directory."""
         value = self.values[SCHEDULE_FILE]
         if isinstance(value, str) and is_file(value):
-            self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
+            self.values[SCHEDULE_FILE] = str(expanded(value).resolve())
+
+    def _expand_homes(self) -> None:
+        """Replace `~`, which no shell expands behind `=`, in paths of directories that a run makes or goes on from."""
+        for key in ("log.dir", "checkpoint.resume"):
+            if isinstance(value := self.values[key], str):
+                self.values[key] = os.path.expanduser(value)
 
     def _unite_micro_batch(self) -> None:
         """Give both names of the micro batch size the stronger source's value; a rule compares equally strong ones."""
@@ -287,16 +309,16 @@ def with_remedy(problem: Problem, draft: Draft) -> Problem:
 
 def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
     """Put what `read_model` reads from `model.from` over the files' values; typed ones stay. Errors become problems."""
-    directory = draft.values["model.from"]
-    if not isinstance(directory, str) or not directory:
+    directory = draft.value("model.from")
+    if not directory:
         return
     if scaled:
         message = "a miniature has weights of its own: model.from and +scale exclude each other"
         draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {directory}"))
         return
     try:
-        asked = (_asked(draft, f"model.{name}") for name in ("implementation", "hf_overrides", "lora"))
-        values = read_model(directory, *asked)
+        names = ("model.implementation", "model.hf_overrides", "model.lora")
+        values = read_model(directory, *(draft.value(name) or text_keys()[name].default for name in names))
     except PpctlError as error:
         draft.problems += error.problems
         for name in ("hf_overrides", "lora"):  # without a known model, these keys are not wrong as well
@@ -317,14 +339,6 @@ def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bo
             "bytes would be read as tokens of the model's vocabulary"
         )
         draft.problems.append(Problem("PP-E417", message, f"{TOKENIZER}=byte", f"model.from = {directory}"))
-
-
-def _asked(draft: Draft, name: str) -> Any:
-    """The value that a key will have; its default in place of a value of a wrong type, which is refused later."""
-    try:
-        return converted_value(name, draft.values[name])
-    except ValueError:
-        return text_keys()[name].default
 
 
 def put_back(draft: Draft, fitting: Mapping[str, Any], read: Collection[str]) -> None:

@@ -7,11 +7,11 @@ flags that mean one value of a key, or no key, and values that have other names 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ppctl.config import name_tables
-from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, nearest, text_keys, value_text
+from ppctl.config.keys import Key, as_typed, did_you_mean, misspelt, names_of_keys, nearest, text_keys, value_text
 from ppctl.config.metadata import LATER, NEEDS
 from ppctl.config.name_tables import MEGATRON, NameTables, tables
 from ppctl.errors import Problem, pasted
@@ -21,10 +21,10 @@ TAKEN = {name: text_keys()[key] for name, key in names_of_keys("names").items() 
 
 
 def _key_of(flag: str) -> Key | None:
-    """The key that a flag of Megatron's means, else the first key that ends with the flag's name."""
-    if name := names_of_keys("names").get(flag) or names_of_keys("known_as").get(flag):
+    """The key that a flag of Megatron's means, or whose short name it is, else the first that ends with its name."""
+    field, named = flag.lstrip("-").replace("-", "_"), names_of_keys("names")
+    if name := named.get(flag) or names_of_keys("known_as").get(flag) or named.get(field):
         return text_keys()[name]
-    field = flag.lstrip("-").replace("-", "_")
     return next((key for key in text_keys().values() if field in (key.field, key.name)), None)
 
 
@@ -48,6 +48,11 @@ class TranslatedFlag(NamedTuple):
     """PP-E108 for what this release does not have, PP-E109 for what has no meaning here."""
     place: str = ""
     """The file of a setting, with the line if known; empty for a typed flag."""
+
+    def without(self, given: Collection[str]) -> TranslatedFlag:
+        """This flag without those of its several keys that are `given` beside it: a flag of their own is more exact."""
+        left = [f"{key}={text}" for key, text in self.pairs if key not in given]
+        return self._replace(override=pasted(*left)) if left and len(left) < len(self.pairs) else self
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -204,16 +209,7 @@ def flag_problem(
         return Problem("PP-E107", f"{flag} needs a value", remedy, place)
     known_flag = translated(flag, value, batch)
     if known_flag is None:
-        fixed = " ".join(tables(MEGATRON).entries[name_tables.SAME].values()).split()
-        names = [*names_of_keys("names"), *names_of_keys("known_as"), *fixed]
-        names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
-        close = nearest(flag, [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))])
-        remedy, taken = f"ppctl {command} --help", {*own, *TAKEN}
-        if close and close[0] in taken:  # what this command does not take is no use then
-            close, remedy = [name for name in close if name in taken], pasted(close[0], *filter(None, [value]))
-        elif close and (meant := translated(close[0], value)):
-            remedy = meant.override or remedy
-        return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, close)}", remedy, place)
+        return _unknown_flag(flag, value, own, command)
     why, remedy = known_flag.why, known_flag.override
     message = f"{flag} is no flag of ppctl; {why or 'the setting is a key'}"
     if known_flag.code == "PP-E108":
@@ -223,3 +219,19 @@ def flag_problem(
     elif not remedy:
         remedy = f"ppctl explain {why.split()[0]}"
     return Problem(known_flag.code, message, remedy, place)
+
+
+def _unknown_flag(flag: str, value: str, own: Iterable[str], command: str) -> Problem:
+    fixed = " ".join(tables(MEGATRON).entries[name_tables.SAME].values()).split()
+    names = [*names_of_keys("names"), *names_of_keys("known_as"), *fixed]
+    names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
+    close = nearest(flag, [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))])
+    remedy, taken = f"ppctl {command} --help", {*own, *TAKEN}
+    if close and close[0] in taken:  # what this command does not take is no use then
+        close = [name for name in close if name in taken]
+    if close and (close[0] in own or misspelt(flag, close[0])):
+        meant = None if close[0] in taken else translated(close[0], value)
+        remedy = pasted(close[0], *filter(None, [value])) if meant is None else meant.override or remedy
+    elif close and (key := _key_of(close[0])):  # it may mean something else: the value is not carried over
+        remedy = f"ppctl explain {key.name}"
+    return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, close)}", remedy, "command line")

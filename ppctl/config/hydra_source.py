@@ -25,9 +25,9 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppctl.config.argv import PLACE, Arguments, quote
+from ppctl.config.argv import PLACE, Arguments, in_quotes, quote
 from ppctl.config.keys import text_keys, value_text
-from ppctl.config.mapping import leaves, nested
+from ppctl.config.mapping import key_called, leaves, nested
 from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes, shown
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
@@ -149,7 +149,7 @@ def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
     version.setbase("1.3")
     source = PpctlSource(chosen=find_recipe(choices.get("recipe", "")))
     overrides = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]
-    overrides += [f"+recipe='{source.chosen.name}'"] if source.chosen else []
+    overrides += [f"+recipe={in_quotes(source.chosen.name)}"] if source.chosen else []
     try:
         resolved = create_defaults_list(
             repo=_Repository(source),
@@ -179,7 +179,7 @@ def _values_of(file: YamlFile, path: str, package: str) -> Iterator[tuple[str, A
     for name, value in leaves(values, prefix):
         line = file.lines.get(name.removeprefix(prefix))
         place = f"{file.label}:{line}" if line else file.label
-        yield name, value, f"recipe {recipe} ({place})" if recipe else place
+        yield key_called(name), value, f"recipe {recipe} ({place})" if recipe else place
 
 
 def _header_of(source: PpctlSource, reason: str) -> ConfigError:

@@ -252,6 +252,15 @@ def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     return list(dict.fromkeys([*exact, *close, *tails]))[:limit]
 
 
+def misspelt(word: str, known: str) -> bool:
+    """Whether `word` differs from `known` in one letter: changed, missing or added."""
+    short, long = sorted((word, known), key=len)
+    one = len(short) == len(long)
+    return len(long) - len(short) < 2 and any(
+        short[:at] == long[:at] and short[at + one :] == long[at + 1 :] for at in range(len(long))
+    )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean a or b?`, or nothing."""
     close = nearest(word, known)

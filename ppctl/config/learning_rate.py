@@ -123,6 +123,18 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
     if shown := _out_of_order(ends):
         message = f"the pieces of the learning rate end after {shown} steps: each must end later than the one before"
         yield ("optim.lr_pieces",), message, "ppctl explain optim.lr_pieces"
+    yield from _decay_within_warmup(config)
+
+
+def _decay_within_warmup(config: RunConfig) -> Iterator[Finding]:
+    """A finding if the last piece ends before the warm-up does: then the rate falls to its end right after the peak."""
+    optim, steps_for = config.optim, steps_for_tokens(config)
+    warmup, pieces = warmup_steps(optim, steps_for), pieces_of(optim, config.train.steps, steps_for)
+    if pieces and pieces[-1].until <= warmup < config.train.steps and pieces[-1].lr != optim.lr:
+        counted = "tokens" if optim.lr_decay_tokens is not None else "steps"
+        given = ("optim.lr_pieces",) if optim.lr_pieces else (f"optim.lr_decay_{counted}", "optim.warmup_steps")
+        message = f"the decay ends after {pieces[-1].until:,} steps, within the warm-up of {warmup:,}"
+        yield given, message, "ppctl explain optim.lr_pieces" if optim.lr_pieces else f"{given[0]}=null"
 
 
 def unreached_peak(config: RunConfig) -> Iterator[str]:

@@ -59,6 +59,11 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield (full, value) if owner is None else (owner, {full.rpartition(".")[2]: value})
 
 
+def key_called(name: str) -> str:
+    """The key of which a file's dotted `name` is another name; other names unchanged."""
+    return names_of_keys("names").get(name, name) if "." in name else name
+
+
 def to_mapping(config: RunConfig) -> dict[str, Any]:
     """Nested plain data that `from_mapping` reads back to an equal config."""
     return nested(to_values(config))
@@ -81,8 +86,7 @@ def from_mapping(
     may use another of a key's dotted names, as files of earlier versions do. Raises ConfigError with every unknown key
     and wrong type.
     """
-    named = names_of_keys("names")
-    values = {named.get(name, name) if "." in name else name: value for name, value in leaves(mapping)}
+    values = {key_called(name): value for name, value in leaves(mapping)}
     config, problems = convert(values, place, remedy)
     if problems:
         raise ConfigError(problems)

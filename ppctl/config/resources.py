@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppctl.host.files import is_file, read_text
+from ppctl.host.files import expanded, is_file, read_text
 
 RECIPES_PATH = "PPCTL_RECIPES_PATH"
 """Directories of the user's own recipes, separated as in PATH; searched before the shipped ones."""
@@ -27,7 +27,11 @@ class Recipe:
     @property
     def description(self) -> str:
         """The first comment line with text."""
-        for line in read_text(self.path).splitlines():
+        try:
+            lines = read_text(self.path).splitlines()
+        except (OSError, ValueError):  # of another user, or not in UTF-8: other recipes are listed all the same
+            return "cannot be read"
+        for line in lines:
             text = line.lstrip("#").strip()
             if line.startswith("#") and text and not text.startswith("@"):
                 return text
@@ -58,7 +62,7 @@ def recipes() -> dict[str, Recipe]:
     """Name -> recipe; the user's own come first and hide shipped ones of the same name."""
     by_name: dict[str, Recipe] = {}
     for directory in filter(None, os.environ.get(RECIPES_PATH, "").split(os.pathsep)):
-        for path in sorted(Path(directory).expanduser().glob("*.yaml")):
+        for path in sorted(expanded(directory).glob("*.yaml")):
             by_name.setdefault(path.stem, Recipe(path.stem, path, str(path)))
     for path in sorted(recipes_directory().glob("*.yaml")):
         by_name.setdefault(path.stem, Recipe(path.stem, path, shown(path)))
@@ -80,7 +84,7 @@ def find_recipe(option: str) -> Recipe | None:
     known = None if is_file_name(option) else recipes().get(option)
     if known or not option:
         return known
-    path = Path(option if is_file_name(option) else f"{option}{YAML[0]}").expanduser()
+    path = expanded(option if is_file_name(option) else f"{option}{YAML[0]}")
     return Recipe(path.stem, path, option) if is_file(path) else None
 
 

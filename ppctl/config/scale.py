@@ -15,6 +15,8 @@ from typing import Any
 from ppctl.config.argv import PLACE
 from ppctl.config.keys import text_keys
 from ppctl.config.moe_layer_freq import moe_layer_pattern
+from ppctl.config.quantities import rollback_of
+from ppctl.config.run_rules import WATCHED
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.schedule.policies import POLICIES, schedule_policy
 
@@ -39,12 +41,14 @@ AXIS = 2
 
 _LEFT_AT_DEFAULTS = (
     *("parallel.sequence_parallel", "parallel.hierarchical_context_parallel_sizes", "parallel.expert_dispatch"),
-    *("data.path", "data.tokenizer", "data.format", "data.chat_template", "data.pack"),
+    *("data.path", "data.tokenizer", "data.format", "data.chat_template", "data.pack", "data.too_long"),
+    *("data.text_key", "data.validation_path", "data.validation_split", "train.eval_interval", "train.eval_steps"),
     *("model.mtp_loss_scaling_pieces", "train.batch_rampup", "train.samples", "train.tokens"),
-    "train.epochs",
+    *("train.epochs", "checkpoint.keep_best", "checkpoint.load", "checkpoint.resume", *WATCHED),
     *("optim.warmup_tokens", "optim.lr_decay_style", "optim.lr_decay_steps", "optim.lr_decay_tokens"),
     *("optim.lr_wsd_decay_steps", "optim.lr_pieces"),
-    *("launch.nodes", "launch.gpus_per_node", "launch.device_memory", "cost.device"),
+    *("launch.nodes", "launch.gpus_per_node", "launch.device_memory", "launch.kubernetes.gpu"),
+    *("cost.device", "cost.profile"),
 )
 
 
@@ -64,7 +68,8 @@ def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
         "parallel.expert_tensor_parallel_size": None if parallel.expert_tensor_parallel_size is None else 1,
         "data.seq_length": SEQUENCE,
         "pipeline.pp_seq_len": None if config.pipeline.pp_seq_len is None else SEQUENCE,
-        "train.global_batch_size": _microbatches(config) * train.micro_batch_size,
+        **_batch(config, _microbatches(config), 1),
+        "train.on_bad_step": "stop" if rollback_of(train.on_bad_step) else train.on_bad_step,
         "train.steps": steps(config, _microbatches(config)),
         "optim.lr": 2e-3,
         "optim.min_lr": 2e-4,
@@ -135,9 +140,16 @@ def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
         or None,
         "model.num_layers": layers,
         "model.moe_layer_freq": 1 if all(freq) or not model.num_moe_experts else freq,
-        "train.global_batch_size": 2 * pp * dp * config.train.micro_batch_size,
+        **_batch(config, 2 * pp, dp),
         "log.name": f"{config.log.name}_axes",
     }
+
+
+def _batch(config: RunConfig, num_microbatches: int, dp: int) -> dict[str, int]:
+    """The sizes of a batch in samples, for so many microbatches of each dp rank in one schedule call."""
+    share = num_microbatches * config.train.micro_batch_size
+    call = config.pipeline.pp_batch_size
+    return {"train.global_batch_size": dp * share, "pipeline.pp_batch_size": call if call == 1 else share}
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:

@@ -113,17 +113,20 @@ class ModelConfig:
     """Rotate pairs of neighbouring elements (DeepSeek) instead of elements half a head apart (Llama)."""
     rotary_scaling_factor: float | None = key(None, positive(), known_as="--rope-scaling-factor")
     """Factor by which the context is extended; none leaves RoPE unscaled."""
-    rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"))
+    rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"), needs="model.rotary_scaling_factor")
     """How the context is extended: `yarn`, or `llama3` as Llama 3.1 does."""
     original_max_position_embeddings: int = key(
-        4096, positive(MOST_TOKENS), known_as="--yarn-original-max-position-embeddings"
+        4096,
+        positive(MOST_TOKENS),
+        known_as="--yarn-original-max-position-embeddings",
+        needs="model.rotary_scaling_factor",
     )
     """Longest sequence of the model before its context was extended (rotary_scaling_factor)."""
-    beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast")
+    beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast", needs="model.rotary_scaling_factor")
     """Frequencies with more rotations than this within the original length are kept (llama3: high_freq_factor)."""
-    beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow")
+    beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow", needs="model.rotary_scaling_factor")
     """Frequencies with fewer rotations are divided by the factor (llama3: low_freq_factor), others interpolated."""
-    mscale: float = key(1.0, not_negative())
+    mscale: float = key(1.0, not_negative(), needs="model.rotary_scaling_factor")
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
     mscale_all_dim: float = key(0.0, not_negative(), needs="model.multi_latent_attention=true")
     """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""

@@ -324,6 +324,7 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
             row = _of_the_shell(unread[0], sized=sized)
         elif row.pairs == [(_SP, "true")] and typed.get(_TP, given.get("--tensor-model-parallel-size", "1")) == "1":
             row = TranslatedFlag("", why="Megatron switches it off, too, where tp is 1", code=NOTHING)
+        row = row.without(said)
         said |= dict(row.pairs)
         yield row._replace(typed=pasted(setting.name, *values), place=setting.place)
     micro, dp = said.get(_MICRO, "1"), typed.get(DP, "1")

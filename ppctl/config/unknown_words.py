@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ppctl.config.argv import ALIASES, PLACE, quote
 from ppctl.config.checks import check
 from ppctl.config.flags import meant_by
-from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
+from ppctl.config.keys import did_you_mean, misspelt, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.name_tables import AUTOMODEL, TORCHTITAN, tables
 from ppctl.config.resources import YAML, groups, recipes
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.host.files import expanded
 
 
 def not_an_override(word: str) -> Problem:
@@ -26,7 +26,7 @@ def not_an_override(word: str) -> Problem:
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
     """The problem of an option that does not exist; for a recipe, files are suggested, too."""
     if group == "recipe" and option.endswith(YAML):
-        twins = [twin for ending in YAML if (twin := Path(option).expanduser().with_suffix(ending)).is_file()]
+        twins = [twin for ending in YAML if (twin := expanded(option).with_suffix(ending)).is_file()]
         ways = [*(pasted(f"+recipe={twin}") for twin in twins), f"ppctl recipes copy quickstart {pasted(option)}"]
         return Problem("PP-E104", f"there is no recipe file {option}", "\n".join(ways), PLACE)
     close = nearest(option, options)
@@ -57,7 +57,7 @@ def no_such_key(key: str, text: str) -> Problem:
         return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
     # A similar name may mean something else: its value is not carried over.
-    named = [name for name in close if name == known or _misspelt(key, name)]
+    named = [name for name in close if name == known or misspelt(key, name)]
     meant = [name for name in close if text in groups().get(name, ()) or (name in named and _fits(name, text))]
     return unknown_key(key, PLACE, close, pasted(f"{meant[0]}={text}") if meant else "")
 
@@ -84,15 +84,6 @@ def _of_another_system(key: str, text: str) -> Problem | None:
     message = f"there is no key {key}: {found.why or 'the setting has another name'}"
     remedy = found.override or (f"ppctl explain {found.why.split()[0].rstrip(',:')}" if found.code == "PP-E107" else "")
     return Problem("PP-E101", message if remedy else f"{message}; leave it out", remedy, PLACE)
-
-
-def _misspelt(key: str, name: str) -> bool:
-    """Whether `key` differs from `name` in one letter: changed, missing or added."""
-    short, long = sorted((key, name), key=len)
-    one = len(short) == len(long)
-    return len(long) - len(short) < 2 and any(
-        short[:at] == long[:at] and short[at + one :] == long[at + 1 :] for at in range(len(long))
-    )
 
 
 def _fits(name: str, text: str) -> bool:

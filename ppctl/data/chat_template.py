@@ -13,12 +13,11 @@ import subprocess
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ppctl.data.tokenizer import named_marks, read_settings
 from ppctl.errors import DataError, Problem
-from ppctl.host.files import read_text
+from ppctl.host.files import expanded, read_text
 from ppctl.host.processes import python
 
 Spans = Sequence[tuple[int, int]]
@@ -102,10 +101,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
     """The template in `file` (`data.chat_template`), else the tokenizer's. Raises DataError (PP-E419) without one."""
-    directory = Path(os.path.expanduser(tokenizer))
+    directory = expanded(tokenizer)
     directory = directory.parent if directory.is_file() else directory
     settings = read_settings(directory / _SETTINGS) if tokenizer != "byte" else {}
-    path = directory / "chat_template.jinja" if file is None else Path(file)
+    path = directory / "chat_template.jinja" if file is None else expanded(file)
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:

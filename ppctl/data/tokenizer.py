@@ -61,7 +61,7 @@ def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
 
 def tokenizer_path(name: str) -> str | None:
     """Return the absolute path of `data.tokenizer`, for checkpoints; None for `byte`."""
-    return None if name == "byte" else str(Path(name).expanduser().absolute())
+    return None if name == "byte" else str(expanded(name).absolute())
 
 
 class ByteTokenizer:

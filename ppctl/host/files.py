@@ -51,11 +51,8 @@ def unused(path: Path) -> Path:
 
 
 def expanded(path: Path | str) -> Path:
-    """`path` with `~` as a home directory. Raises OSError for the home of an unknown user."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise OSError(errno.ENOENT, str(error), str(path)) from None
+    """`path` with `~` as a home directory; unchanged, as in bash, if there is no such user."""
+    return Path(os.path.expanduser(path))
 
 
 def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) -> bytes:

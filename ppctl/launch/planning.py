@@ -43,7 +43,7 @@ def _with_search(problem: Problem, config: RunConfig, typed: Sequence[str] | Arg
 
     sizes = {full_name(key) for group in GROUPS.values() for key in group} | {*keys_with("layout"), "scale"}
     words = [each for each in typed.overrides if each.partition("=")[0] not in sizes]
-    return replace(problem, remedy=f"{typed_again('search', words)}\n{problem.remedy}")
+    return replace(problem, remedy=f"{typed_again('search', replace(typed, overrides=words))}\n{problem.remedy}")
 
 
 def _follows(problem: Problem, problems: Sequence[Problem]) -> bool:

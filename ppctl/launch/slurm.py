@@ -85,15 +85,19 @@ def sbatch(script: Path) -> tuple[str, str]:
 
 
 def state(job: str, cluster: str = "") -> JobState:
-    """A job's state; empty if SLURM does not know it, or is not on this machine."""
+    """A job's state; empty if SLURM does not know it. Raises ConfigError (PP-E621) if SLURM does not answer."""
     done = _run("squeue", *_on(cluster), "-h", "-a", "-t", "all", "-j", job, "-o", "%T|%r|%S|%e|%N")
     if done.returncode == 0 and done.stdout.strip():
         fields = done.stdout.strip().splitlines()[-1].split("|")
         return JobState(job, cluster, *(field if field not in ("N/A", "None", "") else "" for field in fields[:5]))
+    answered, words = done.returncode == 0 or "Invalid job id" in done.stderr, " ".join(done.stderr.split())
     done = _run("sacct", *_on(cluster), "-X", "-n", "-P", "-j", job, "-o", "State,Reason,Start,End,NodeList")
     if done.returncode == 0 and done.stdout.strip():
         word, *rest = done.stdout.strip().splitlines()[-1].split("|")
         return JobState(job, cluster, word.split()[0], *(field if field != "None" else "" for field in rest[:4]))
+    if not answered:
+        message = f"SLURM does not tell the state of job {job}: {words}"
+        raise ConfigError(Problem("PP-E621", message, "squeue --me", "squeue"))
     return JobState(job, cluster)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ppctl.config.run_rules import not_installed
 from ppctl.config.schema import RunConfig
 from ppctl.errors import PpctlError, Problem, pasted
-from ppctl.host.files import nearest_there
+from ppctl.host.files import expanded, nearest_there
 from ppctl.host.private_files import own_directory
 
 _LOGIN = """
@@ -33,7 +33,7 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
     for key, directory in (("log.tensorboard", log.tensorboard_dir), ("log.wandb", log.wandb_dir)):
         if not config[key]:
             continue
-        place = nearest_there(Path(directory or ".").expanduser())
+        place = nearest_there(expanded(directory or "."))
         if find_spec(key.partition(".")[2]) is None:
             yield not_installed(key)
         elif not _takes_files(place):

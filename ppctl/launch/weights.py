@@ -31,6 +31,7 @@ from ppctl.families.safetensors import read_directory
 from ppctl.geometry.adapters import WrongAdapters, read_adapters
 from ppctl.geometry.canonical_names import parameter_of, stack_of
 from ppctl.geometry.foreign_model import Adapters, ForeignModel, foreign_of
+from ppctl.host.files import expanded
 from ppctl.launch.described import absent, describe
 from ppctl.runs.checkpoint_folder import STATE
 from ppctl.runs.finding import find_checkpoint
@@ -43,7 +44,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def find_weights(text: str, root: Path = Path("runs")) -> Path:
     """The absolute path of a directory with a config.json, else of a checkpoint. Raises ConfigError (PP-E520)."""
     try:
-        path = Path(text).expanduser().absolute()
+        path = expanded(text).absolute()
         return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
     except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: unknown home directory
         message = f"{KEY}={text} is neither a directory with a {CONFIG} nor a checkpoint nor a run"

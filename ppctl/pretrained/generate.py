@@ -30,6 +30,7 @@ from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Layer
+from ppctl.host.files import expanded
 from ppctl.model.draw import drawn
 from ppctl.model.linear import columns
 from ppctl.model.packing import Packing
@@ -181,7 +182,7 @@ def _prompt(args: Namespace, tokenizer: Tokenizer, model: _WholeModel) -> Prompt
 def _continued(model: _WholeModel, given: list[int], args: Namespace, most: int, ids: list[int]) -> Iterator[int]:
     """Yield at most `most` tokens, the likeliest or drawn ones, and add each to `ids`. End before an end token, which
     the tokenizer or the settings name."""
-    dice, path = torch.Generator().manual_seed(args.seed or 0), Path(args.tokenizer).expanduser()
+    dice, path = torch.Generator().manual_seed(args.seed or 0), expanded(args.tokenizer)
     draws = any(each is not None for each in (args.temperature, args.top_k, args.top_p, args.seed))
     ends = {args.end}
     for file in () if args.tokenizer == "byte" else (GENERATION, CONFIG):

@@ -40,6 +40,7 @@ from ppctl.families.family_table import Family
 from ppctl.families.safetensors import INDEX, SINGLE, read_directory
 from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
+from ppctl.host.files import expanded
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
 from ppctl.runs.checkpoint_folder import STATE, sync
 
@@ -269,7 +270,7 @@ def _export_adapters(
         "modules_to_save": list(adapters.modules_to_save) or None,
         "bias": "none",
         "inference_mode": True,
-        "base_model_name_or_path": None if base is None else str(Path(base).expanduser().absolute()),
+        "base_model_name_or_path": None if base is None else str(expanded(base).absolute()),
     }
     with new_directory(out) as temporary:
         tokenizer = copy_tokenizer(weights.state, temporary)

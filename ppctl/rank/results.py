@@ -22,6 +22,7 @@ from ppctl.comm.groups import gather_values
 from ppctl.config.metadata import LARGEST
 from ppctl.engine.engine_error import EngineError
 from ppctl.errors import PpctlError, TrainingError
+from ppctl.host.files import expanded
 from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.model.kernels import Kernels
 from ppctl.plan import Plan
@@ -64,14 +65,12 @@ def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
     log, run = shared.config.log, shared.run
     yield MetricsLog(run)
     if log.tensorboard:
-        directory = (
-            run.trace if log.tensorboard_dir is None else Path(log.tensorboard_dir).expanduser() / run.name / run.id
-        )
+        directory = run.trace if log.tensorboard_dir is None else expanded(log.tensorboard_dir) / run.name / run.id
         board = TensorBoard(str(directory))
         at_end.callback(board.end)
         yield board
     if log.wandb:
-        directory = run.trace if log.wandb_dir is None else Path(log.wandb_dir).expanduser()
+        directory = run.trace if log.wandb_dir is None else expanded(log.wandb_dir)
         directory.mkdir(parents=True, exist_ok=True)
         tracker = WeightsAndBiases(str(directory), run.id, shared.config)
         at_end.callback(tracker.end)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
+from ppctl.host.files import expanded
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.rundir import RunDir, warn
 
@@ -118,7 +119,7 @@ def checkpoint_if_any(text: str, root: Path) -> Path | None:
     """The checkpoint that `checkpoint.load` means: the result of `find_checkpoint`, else the newest in a directory of
     runs; None if there is none yet. Raises CheckpointError (PP-E615) for a checkpoint of Megatron's, which ppctl would
     not see."""
-    path = Path(text).expanduser()
+    path = expanded(text)
     if (path / _MEGATRONS).is_file():
         message = f"checkpoint.load={text} is a checkpoint of Megatron's, which ppctl does not read"
         remedy = "model.from=DIR takes weights that were converted to Hugging Face's format"

@@ -253,6 +253,7 @@ MORE_WORDS = {
 BESIDE = {
     "optim.muon_": "optim.name=muon",
     "model.moe": "model.num_moe_experts=4",
+    "model.rotary_scaling_type": "model.rotary_scaling_factor=8",
     "train.recompute_me": "train.recompute_granularity=full",
     "train.recompute_mo": "train.recompute_granularity=selective",
 }

@@ -192,7 +192,7 @@ def test_a_pod_without_a_place_is_told_and_the_job_can_be_cancelled(slow: Cluste
     assert told["state"] == "RUNNING" and "insufficient nvidia.com/gpu" in told["reason"]
     assert run.ppctl("cancel", str(run.told)).returncode == 0
     run.until(lambda: not slow.objects and not slow.pods, "the end of all objects")
-    assert "its scheduler does not know it" in run.ppctl("status", str(run.told)).stdout
+    assert "its scheduler does not show it" in run.ppctl("status", str(run.told)).stdout
     slow.unschedulable = set()
     again = run.ppctl("requeue", str(run.told))
     assert again.returncode == 0, again.stderr

@@ -100,18 +100,13 @@ def test_who_is_asked_to_allow_another_change_reads_of_the_jump_too(other: str) 
         assert resumed(run, *arguments(line)).train.steps == 80
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [((), "stays 0.0001"), (("optim.warmup_steps=70",), "ends at 0.0001")],
-    ids=["decay", "warm-up"],
-)
-def test_the_rate_that_is_told_is_the_one_of_the_command_below(changes: tuple[str, ...], says: str) -> None:
-    """Typed rates are not in that command; a warm-up beyond the old end goes on behind it."""
-    run = run_of("lr=3e-3", "optim.min_lr=1e-4", "optim.warmup_steps=0", *changes)
+def test_the_rate_that_is_told_is_the_one_of_the_command_below() -> None:
+    """Typed rates are not in that command."""
+    run = run_of("lr=3e-3", "optim.min_lr=1e-4", "optim.warmup_steps=0")
     with pytest.raises(ConfigError) as caught:
         resumed(run, "steps=80", "lr=9e-3", "optim.min_lr=3e-3")
     jump = caught.value.problems[-1]
-    assert f"as before, and the rate {says};" in jump.message
+    assert "as before, and the rate stays 0.0001;" in jump.message
     assert rate(resumed(run, *arguments(jump.remedy.splitlines()[0])), 80) == pytest.approx(1e-4)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from itertools import takewhile
@@ -234,6 +235,33 @@ def test_what_cannot_be_written_is_a_problem_with_a_way_out(typed, code, capsys,
     told = capsys.readouterr().err
     assert f"error {code}" in told
     assert "  try: --" in told
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_no_pipe_and_no_link_is_replaced_by_a_schedule(kind, capsys, tmp_path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    path = tmp_path / "s.csv"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("mine")
+    assert run(capsys, "pp=2", "--dump-schedule", str(path))[0] == 2
+    assert (tmp_path / "mine").read_text() == "precious" and (path.is_fifo() or path.is_symlink())
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        ([], True),
+        (["pipeline.pp_schedule=zb_h1", "vpp=null", "pipeline.put_off_limit=8"], False),
+        (["train.batch_rampup=[4,4,64]"], False),
+    ],
+)
+def test_the_note_on_a_written_schedule_works_when_pasted(words, runs, capsys, tmp_path) -> None:
+    words = ["+recipe=quickstart", *words]
+    code, _, err = run(capsys, *words, "--dump-schedule", str(tmp_path / "a b.csv"))
+    said = re.search("wrote the schedule to .*; (.*) runs it", err)
+    assert code == 0 and (said is not None) == runs
+    if said is not None:
+        code, out, _ = run(capsys, *words, *shlex.split(said[1]))
+        assert code == 0 and "schedule csv" in out
 
 
 def test_a_schedule_that_hangs_has_no_times(capsys, tmp_path) -> None:

@@ -131,3 +131,52 @@ def test_beside_a_word_that_means_nothing_there_is_no_plan_of_something_else(cap
 def test_a_size_that_cannot_be_read_is_the_only_problem(capsys) -> None:
     assert main(["plan", "+recipe=deepseek_v3", "gpus_per_node=x", "optim.lr=-1"]) == 2
     assert capsys.readouterr().out.strip() == "no plan: 2 problems, PP-E102, PP-E103"
+
+
+def test_a_copy_is_the_file_that_is_named_with_either_ending(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "+recipe=mine.yml"]) == 2
+    assert main(shlex.split(capsys.readouterr().err.split("try: ppctl ")[1])) == 0
+    assert (tmp_path / "mine.yml").is_file() and compose(["+recipe=mine.yml"]).config.log.name == "quickstart"
+
+
+def test_a_recipe_that_cannot_be_read_hides_no_other(capsys, tmp_path, monkeypatch):
+    (tmp_path / "odd.yaml").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "strange.yaml").mkdir()
+    monkeypatch.setenv(RECIPES_PATH, f"{tmp_path}:~nobody-here/recipes")
+    code, out, _ = run(capsys, "list")
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert code == 0 and rows["odd"] == rows["strange"] == "cannot be read" and "quickstart" in rows
+
+
+@pytest.mark.parametrize("name", ["it's", 'a"b', "a\\'b\\"])
+def test_a_recipes_file_may_have_any_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{name}.yaml").write_text("train: {steps: 7}\n")
+    assert compose(normalise([f"./{name}.yaml"])).config.train.steps == 7
+
+
+@pytest.mark.parametrize(
+    "word", ["+recipe=~nobody-here/x.yaml", "model.from=~nobody-here", "data.tokenizer=~nobody-here"]
+)
+def test_a_home_of_nobody_is_no_directory(capsys, word):
+    assert main(["plan", word]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_remedy_names_the_directory_of_the_recipes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv(RECIPES_PATH, "")
+    (tmp_path / "mine.yaml").write_text("defaults: [llama3_70b, _self_]\n")
+    words = [
+        "+recipe=mine",
+        "launch.device_memory=1GiB",
+        "pp=1",
+        "vpp=1",
+        "tp=1",
+        "nodes=1",
+        "gpus_per_node=1",
+        "dp=1",
+        "gbs=8",
+    ]
+    assert main(["plan", "--recipes-dir", str(tmp_path), *words]) == 4
+    assert f"try: ppctl search --recipes-dir {tmp_path} +recipe=mine" in capsys.readouterr().err

@@ -276,6 +276,26 @@ def test_a_run_without_a_recipe_names_none_of_other_peoples_models() -> None:
     assert not any("+recipe=" in line for line in lines) and lines[-1].endswith("steps=4")
 
 
+@pytest.mark.parametrize(("where", "wrote"), [("adapt_to_machine", False), ("run_job", True), ("ending", True)])
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_an_interrupt_says_that_nothing_was_written_only_where_nothing_was(
+    where: str, wrote: bool, json_flag: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_run, "run_job", lambda *_: JobOutcome(0, "finished"))
+    monkeypatch.setattr(train if where == "adapt_to_machine" else local_run, where, interrupt)
+    code = main(["train", *QUICK, *json_flag])
+    out, err = capsys.readouterr()
+    finished = where == "ending" and json_flag  # which prints no ending
+    assert code == (0 if finished else 130)
+    assert ("nothing was written" in err) == (not wrote) and ("no checkpoint yet" in err) == (wrote and not finished)
+    assert list(Path("runs").glob("*/*/config.yaml")) != [] if wrote else not Path("runs").exists()
+    if json_flag and wrote:
+        assert json.loads(out)["exit_code"] == code
+
+
 def test_an_interrupted_run_and_one_that_failed_say_what_there_is_to_go_on_from() -> None:
     run = new_run(prepared(*QUICK), Started("person"))
     interrupted, failed = JobOutcome(130, "interrupted", "interrupted"), JobOutcome(1, "failed", "error")

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.config.argv import ALIASES, normalise, quote, sweep_values
+from ppctl.config.compose import compose
 from ppctl.config.flags import TAKEN, flag_problem, translated
 from ppctl.config.keys import as_typed, keys, text_keys, value_text
 from ppctl.config.name_tables import DEFAULTS, LATER, MEANINGLESS, MEGATRON, OTHERWISE, SAME, tables
+from ppctl.errors import ConfigError
 
 DSV3 = "Et*3|(tt|)*29,m|L"
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -101,11 +103,17 @@ def test_own_flags_keep_their_values_and_words_stay_in_order():
         ("--num-layer", "3", "did you mean --num-layers", "--num-layers 3"),
         ("--qoss", "a", "did you mean --qos", "launch.qos=a"),
         ("--zzzz", "1", "there is no flag --zzzz", "ppctl plan --help"),
+        ("--layers", "3", "did you mean --num-layers", "ppctl explain model.num_layers"),  # what it means is not known
+        ("--learning-rate", "3", "did you mean --shrink-after", "ppctl explain launch.shrink_after"),
+        ("--no-async-save", None, "did you mean --async-save", "ppctl explain checkpoint.async"),
+        ("--vpp", "2", "the setting is a key", "parallel.virtual_pipeline_model_parallel_size=2"),
+        ("--gbs", "64", "the setting is a key", "train.global_batch_size=64"),
+        ("--recompute", "full", "the setting is a key", "train.recompute_granularity=full"),
         ("--resume", "runs/a b", "a flag of ppctl node", "ppctl resume 'runs/a b'"),
     ],
 )
 def test_a_flag_that_does_not_exist_is_answered_with_one_that_the_command_takes(flag, value, said, remedy):
-    (problem,) = normalise([flag, value, "pp=2"], {"--lost": True, "--json": False}, "plan").problems
+    (problem,) = normalise([flag, *filter(None, [value]), "pp=2"], {"--lost": True, "--json": False}, "plan").problems
     assert (problem.code, said in problem.message, problem.remedy) == ("PP-E107", True, remedy)
     assert "--prompts" not in problem.message
 
@@ -330,6 +338,26 @@ def test_no_key_is_offered_that_this_release_refuses() -> None:
             state = text_keys()[key].facts.support.state
             assert state not in ("later", "needs") or as_typed(key, text_keys()[key].default) == word, (flag, value)
     assert flag_problem("--profile").code == "PP-E108"
+
+
+@pytest.mark.parametrize(
+    ("line", "factor"),
+    [
+        ("--use-rope-scaling", "8"),
+        ("--use-rope-scaling --rope-scaling-factor 32", "32"),
+        ("--rope-scaling-factor 32 --use-rope-scaling", "32"),
+    ],
+)
+def test_the_remedy_for_an_extended_context_extends_it(line: str, factor: str) -> None:
+    (problem,) = normalise(line.split(), {}, "plan").problems
+    config = compose(shlex.split(problem.remedy.removeprefix("ppctl plan "))).config
+    assert (config.model.rotary_scaling_type, config.model.rotary_scaling_factor) == ("llama3", float(factor))
+
+
+@pytest.mark.parametrize("word", ["rotary_scaling_type=llama3", "beta_slow=2", "original_max_position_embeddings=8192"])
+def test_a_part_of_an_extended_context_needs_its_factor(word: str) -> None:
+    with pytest.raises(ConfigError, match="has an effect only with model"):
+        compose([f"model.{word}"])
 
 
 A_MEGATRON_LINE = (

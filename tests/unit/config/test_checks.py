@@ -47,7 +47,11 @@ MOE = ["model.num_moe_experts=8"]
         (["model.rotary_percent=1.5"], ["model.rotary_percent"]),
         (["model.mscale_all_dim=1"], ["model.mscale_all_dim", "model.multi_latent_attention"]),
         (["model.rotary_scaling_type=linear"], ["model.rotary_scaling_type"]),
-        (["model.rotary_scaling_type=llama3", "model.beta_fast=1"], ["model.beta_fast", "model.beta_slow"]),
+        (
+            ["model.rotary_scaling_factor=8", "model.rotary_scaling_type=llama3", "model.beta_fast=1"],
+            ["model.beta_fast", "model.beta_slow"],
+        ),
+        (["model.mscale=2"], ["model.mscale", "model.rotary_scaling_factor"]),
         ([*MLA, "model.qk_pos_emb_head_dim=33"], ["model.qk_pos_emb_head_dim"]),
         ([*MLA, "model.add_qkv_bias=true"], ["model.add_qkv_bias", "model.multi_latent_attention"]),
         ([*MLA, "model.rotary_percent=0.5"], ["model.rotary_percent", "model.multi_latent_attention"]),

@@ -30,6 +30,36 @@ def test_a_directory_is_asked_with_values_of_the_keys_types(given: Any, seen: di
     assert asked == [("DIR", "transformers", seen, {})]
 
 
+def test_a_directory_is_asked_by_the_name_that_its_interpolation_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    asked = []
+
+    def read_model(directory: str, *words: Any) -> Any:
+        asked.append(directory)
+        return {}
+
+    compose(["model.from='${oc.env:MODELS}/small'"], read_model=read_model)
+    assert asked == ["/models/small"]
+    with pytest.raises(ConfigError, match="PP-E114"):
+        compose(["model.from='${oc.env:NOT_SET}/small'"], read_model=read_model)
+    assert len(asked) == 1
+
+
+def test_a_miniature_is_made_from_interpolated_sizes() -> None:
+    sizes = ["model.num_layers=6", "pp=3", "vpp=2", "data.seq_length=128"]
+    plain = compose(["+recipe=quickstart", "+scale=smoke", *sizes]).config
+    sizes[1] = "pp=${checkpoint.keep}"
+    assert compose(["+recipe=quickstart", "+scale=smoke", *sizes, "checkpoint.keep=3"]).config.train == plain.train
+
+
+def test_a_home_directory_is_meant_by_its_sign_also_behind_a_keys_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = compose(["log.dir=~/runs", "checkpoint.resume=~/runs/a/b"]).config
+    assert (config.log.dir, config.checkpoint.resume) == ("/home/me/runs", "/home/me/runs/a/b")
+    config = compose(["log.dir=~nobody-here/runs", "checkpoint.resume=auto"]).config
+    assert (config.log.dir, config.checkpoint.resume) == ("~nobody-here/runs", "auto")
+
+
 @pytest.mark.parametrize(
     ("typed", "code", "remedy"),
     [

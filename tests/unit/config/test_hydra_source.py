@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ppctl
+from ppctl.config.compose import compose
 from ppctl.config.hydra_source import load, parse
 from ppctl.config.resources import conf_directory, groups, recipes_directory
 from ppctl.errors import ConfigError
@@ -70,6 +71,14 @@ def test_groups_are_the_folders_of_conf_and_the_recipes():
     found = groups()
     assert set(found) == {"launch", "model", "parallel", "recipe"}
     assert "quickstart" in found["recipe"]
+
+
+def test_a_recipe_may_use_the_names_that_the_command_line_takes(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("train: {nonfinite: skip}\nmodel:\n  recompute_granularity: full\n")
+    composed = compose([f"+recipe={recipe}"])
+    assert (composed.config.train.on_bad_step, composed.config.train.recompute_granularity) == ("skip", "full")
+    assert composed.provenance["train.recompute_granularity"] == f"recipe mine ({recipe}:3)"
 
 
 def test_an_override_that_cannot_be_read_is_told():

@@ -1,6 +1,7 @@
 """The learning rate of every update, against values that Megatron's formulas give by hand."""
 
 import math
+import shlex
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from ppctl.config.compose import compose
 from ppctl.config.learning_rate import lr_at, pieces_of
 from ppctl.config.pieces import STYLES, WSD_STYLES, read_piece
 from ppctl.config.schema import OptimConfig
+from ppctl.errors import ConfigError
 
 OPTIM = OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=4)
 
@@ -94,6 +96,35 @@ def megatron(optim, steps, now):
         "minus_sqrt": lambda: 1 - gone**0.5,
     }
     return optim.min_lr + (1.0 if gone <= 0 else left[style]()) * (optim.lr - optim.min_lr)
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("optim.lr_decay_steps=8", "optim.lr_decay_steps=null"),
+        ("optim.lr_decay_steps=8 optim.warmup_steps=0 optim.warmup_tokens=4096", "optim.lr_decay_steps=null"),
+        ("optim.lr_decay_tokens=4096", "optim.lr_decay_tokens=null"),
+        ("optim.lr_decay_style=inverse-square-root optim.lr_decay_steps=7", "optim.lr_decay_steps=null"),
+        (
+            "optim.lr_decay_style=piecewise 'optim.lr_pieces=[{style: linear, until: 8}]'",
+            "ppctl explain optim.lr_pieces",
+        ),
+        ("optim.lr_decay_steps=9", None),
+        ("optim.lr_decay_steps=8 train.steps=8", None),  # the run is in its warm-up to its end
+        ("optim.lr_decay_steps=8 optim.min_lr=1e-3", None),  # nothing falls
+        ("optim.lr_decay_style=constant", None),
+    ],
+)
+def test_a_decay_that_ends_within_the_warm_up_is_refused(words: str, remedy: str | None) -> None:
+    """As Megatron asserts: the rate would fall from the peak to min_lr in one step, and stay there."""
+    line = "data.seq_length=64 gbs=8 steps=100 optim.lr=1e-3 optim.warmup_steps=8 " + words
+    try:
+        compose(shlex.split(line))
+    except ConfigError as error:
+        (problem,) = error.problems
+        assert problem.code == "PP-E103" and problem.remedy == remedy and "within the warm-up of 8" in problem.message
+    else:
+        assert remedy is None
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5, 10, 15])

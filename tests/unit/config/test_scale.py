@@ -1,9 +1,13 @@
 """`+scale=smoke` and `+scale=axes`: what they keep, what they change, and that what is typed is stronger."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from ppctl.config.compose import RefusedError, compose, override
 from ppctl.config.keys import text_keys
+from ppctl.config.mapping import nested
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.resources import recipes
 from ppctl.plan import build_plan
@@ -64,6 +68,33 @@ def test_a_miniature_of_axes_makes_each_axis_two_ranks_long(recipe):
     for key in KEPT:
         if key.partition(".")[0] == "model" and key not in ("model.num_layers", "model.moe_layer_freq"):
             assert small.config[key] == full[key], key
+
+
+@pytest.mark.parametrize("scale", ["smoke", "axes"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data.format=chat data.chat_template=chatml data.too_long=cut",
+        "data.path=[notes.jsonl] data.text_key=body",
+        "data.validation_path=held train.eval_interval=500 train.eval_steps=5 checkpoint.keep_best=1",
+        "data.validation_split=0.1 train.eval_interval=500 train.eval_steps=5",
+        "log.trace=300:303 log.gradients=300:303 log.torch_profile=400:402",
+        "train.on_bad_step=rollback:100 checkpoint.keep=3",
+        "pipeline.pp_batch_size=64",
+        "launch.kubernetes.gpu=8",
+        "cost.profile=@profile.json checkpoint.load=runs",
+    ],
+)
+def test_a_miniature_of_a_recipe_for_production_is_accepted(scale: str, words: str, tmp_path: Path) -> None:
+    lines = {"recipe": "llama3_8b", "train.steps": "1000", "checkpoint.interval": "500", "data.path": "corpus"}
+    lines |= dict(word.split("=", 1) for word in words.split())
+    tree = nested({key: value for key, value in lines.items() if key != "recipe"})
+    recipe = tmp_path / "production.yaml"
+    recipe.write_text(f"defaults: [llama3_8b, _self_]\n{yaml.safe_dump(tree)}")
+    small = compose([f"+recipe={recipe}", f"+scale={scale}"])
+    plan = build_plan(small.config, small.provenance)
+    assert not plan.problems and plan.gradient_accumulation_steps == 1
+    assert (small.config.data.path, small.config.data.validation_path, small.config.cost.profile) == (None, None, None)
 
 
 NO_LIMIT = "pipeline.put_off_limit=null"

@@ -33,6 +33,9 @@ def rows(*typed: str, **options) -> tuple[int, str, tuple[str, ...]]:
         ("model.vocab_size=50257 --make-vocab-size-divisible-by 128", 50_304, "50,257 (command line), rounded up"),
         ("model.vocab_size=256 --make-vocab-size-divisible-by 128", 256, "command line"),
         ("tp=7", 320, "default"),
+        ("data.tokenizer=${log.name} log.name=llama", 128_256, "derived: data.tokenizer=llama has 128,256 tokens"),
+        ("model.vocab_size=5e4 model.make_vocab_size_divisible_by=128", 50_048, "50,000 (command line), rounded up"),
+        ("model.make_vocab_size_divisible_by=${data.seq_length} data.seq_length=512", 512, "divisible_by 512 x tp 1"),
     ],
 )
 def test_the_vocabulary_is_the_tokenizers_unless_it_is_set_and_is_rounded(typed, expected, source) -> None:
