@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
+from operator import gt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,19 +203,23 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
     shapes = model_tensors(model)
     names = places(model) if megatron else {name: MegatronPlace(_titan_keys(name)) for name in shapes}
     stored, missing, wrong = dict[str, _Stored](), [], []
+    stacks: dict[str, tuple[int, ...]] = {}  # key -> how many layers and experts the model has there
     for name, place in names.items():
         match = next((each for each in _candidates(place) if each[0] in reader.tensors), None)
         if match is None:
             missing.append(f"{name}: {place.keys[0]}")
             continue
         key, front, rows = match
-        shape, extents = _whole(shapes[name], rows), reader.kind(key)[0]
-        padded = megatron and name in _WORDS and extents[1:] == shape[1:] and extents[0] >= shape[0]
-        if extents[len(front) :] != shape and not padded:
-            wrong.append(f"{name} ({key}): stored {list(extents)}, expected {[*extents[: len(front)], *shape]}")
-        elif any(index >= extent for index, extent in zip(front, extents, strict=False)):
+        if any(index >= extent for index, extent in zip(front, reader.kind(key)[0], strict=False)):
             missing.append(f"{name}: {key} at {list(front)}")
+        shape = _whole(shapes[name], rows)
         stored[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))
+        stacks[key] = tuple(map(max, zip(stacks.get(key, front), (index + 1 for index in front), strict=True)))
+    for name, (key, box, _, dim) in stored.items():
+        extents, shape, stack = reader.kind(key)[0], box.shape[dim:], stacks[key]
+        padded = megatron and name in _WORDS and extents[1:] == shape[1:] and extents[0] >= shape[0]
+        if (extents[dim:] != shape and not padded) or any(map(gt, extents, stack)):
+            wrong.append(f"{name} ({key}): stored {list(extents)}, expected {[*stack, *shape]}")
     used = {each.key for each in stored.values()}
     aliases = {key for place in names.values() for key, _, _ in _candidates(place)}
     skipped = SKIPPED if megatron else _TITAN_SKIPPED

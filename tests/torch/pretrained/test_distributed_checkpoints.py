@@ -157,10 +157,27 @@ def test_another_models_tensors_are_all_named(tmp_path: Path) -> None:
     missing, unknown, wrong = refused(GOLDEN / "stacked", out, model_of("stacked", **sizes), megatron=True)
     assert "PP-E533" in missing and "layers.0.attention.q_norm.weight: decoder.layers.0.self_attention." in missing
     assert "output_layer.weight" in unknown
-    assert "decoder.layers.mlp.linear_fc1.weight): stored [2, 24, 8], expected [2, 20, 8]" in wrong
+    assert "decoder.layers.mlp.linear_fc1.weight): stored [2, 24, 8], expected [1, 20, 8]" in wrong
     assert not out.exists()
     (missing,) = refused(GOLDEN / "stacked", out, model_of("stacked", num_layers=3), megatron=True)
     assert "layers.2.attention.wq.weight: decoder.layers.self_attention.linear_qkv.weight at [2]" in missing
+
+
+@pytest.mark.parametrize(
+    ("kind", "fewer", "line"),
+    [
+        ("stacked", dict(num_layers=1), "layers.0.attention.wo.weight (decoder.layers.self_attention.linear_proj."),
+        ("experts", dict(num_layers=1), "mlp.experts.experts.linear_fc2.weight): stored [2, 2, 8, 6], expected [1, 2,"),
+        ("experts", dict(num_moe_experts=1), "linear_fc2.weight): stored [2, 2, 8, 6], expected [2, 1, 8, 6]"),
+        ("mixed", dict(num_moe_experts=1), "linear_fc2.weight): stored [2, 8, 6], expected [1, 8, 6]"),
+    ],
+)
+def test_layers_and_experts_that_the_model_lacks_are_not_dropped(
+    tmp_path: Path, kind: str, fewer: dict[str, int], line: str
+) -> None:
+    *_, wrong = refused(GOLDEN / kind, tmp_path / "out", model_of(kind, **fewer), megatron=True)
+    assert "PP-E533" in wrong and line in wrong
+    assert not (tmp_path / "out").exists()
 
 
 class Harm:
