@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
 import sys
 import time
@@ -150,18 +152,18 @@ class SavedWeights:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` on success, else is removed. Raises ConfigError (PP-E525) if `out` is taken."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        message = f"{out} exists already and is never overwritten"
-        raise ConfigError(Problem("PP-E525", message, f"ls {pasted(out)}", "command line"))
-    temporary = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """A directory that becomes `out`, or what the link `out` leads to, on success, else is removed. Raises ConfigError
+    (PP-E525) if `out` is taken, and if it is a mount point, whose place no directory can take."""
+    place = Path(os.path.realpath(out))
+    mounted = os.path.ismount(place)
+    if mounted or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
+        fault = "is a mount point: name a new directory in it" if mounted else "exists already and is never overwritten"
+        raise ConfigError(Problem("PP-E525", f"{out} {fault}", f"ls {pasted(out)}", "command line"))
+    temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}.tmp")  # no other export's, and not the user's
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
+        temporary.rename(place)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
