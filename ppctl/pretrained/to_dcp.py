@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ppctl.config.schema import ModelConfig
+from ppctl.errors import PpctlError
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import STACKED, STACKED_EXPERT, RowBlock, is_stacked, written
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, left_out, new_directory
@@ -62,7 +64,7 @@ def export_dcp(
     megatron: bool,
 ) -> Done:
     """Write a checkpoint's weights as a distributed checkpoint for Megatron-core if `megatron`, else for torchtitan;
-    `dtype` None keeps the checkpoint's. Raises ConfigError (PP-E525) and CheckpointError (PP-E502, PP-E503)."""
+    `dtype` None keeps the checkpoint's. Raises ConfigError (PP-E525), CheckpointError (PP-E502, PP-E503), OSError."""
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     model, dtypes, counter = weights.model, weights.dtypes, count(1)
 
@@ -83,14 +85,27 @@ def export_dcp(
         writer = FileSystemWriter(temporary, single_file_per_rank=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save({}, storage_writer=writer, planner=_Planner(parts, objects), no_dist=True)
+            try:
+                save({}, storage_writer=writer, planner=_Planner(parts, objects), no_dist=True)
+            except CheckpointException as error:
+                raise _reason(error.failures[0][0]) from None
         if megatron:
-            torch.save({"iteration": weights.manifest.step, "content_metadata": {}}, temporary / "common.pt")
+            with (temporary / "common.pt").open("wb") as stream:  # torch's own errors would not name the disk's
+                torch.save({"iteration": weights.manifest.step, "content_metadata": {}}, stream)
             (temporary / "metadata.json").write_text(json.dumps(_BACKENDS))
     elements = sum(map(prod, weights.shapes.values()))
     size = sum(prod(part.sizes) * part.dtype.itemsize for part in parts)
     left = left_out(name for name in weights.manifest.tensors if name.startswith("optim."))
     return Done(out, "", elements, len({part.key for part in parts}), size, left=left)
+
+
+def _reason(caught: BaseException) -> BaseException:
+    """What stopped torch's library, which catches every error, Ctrl-C included: ours, the disk's or the person's if
+    there is one, although an error of the library's own followed it."""
+    found: BaseException | None = caught
+    while found is not None and not isinstance(found, PpctlError | OSError | KeyboardInterrupt):
+        found = found.__context__
+    return found or caught
 
 
 def _megatron_parts(

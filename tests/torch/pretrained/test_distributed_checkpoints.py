@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PosixPath
 
@@ -145,6 +148,17 @@ def test_positions_pair_neighbours_there_and_halves_here() -> None:
     assert torch.equal(in_titans_order(name, value, interleaved), value)
 
 
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing more ends as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def refused(*args: object, **more: object) -> list[str]:
     with pytest.raises(PpctlError) as caught:
         import_dcp(*args, silent, **more)
@@ -250,6 +264,33 @@ def test_the_command_imports_and_exports(tmp_path: Path, monkeypatch: pytest.Mon
     assert main(["ckpt", "import", "--hf", "titan", "more", "--for", *words]) == 2
     with pytest.raises(CheckpointError):
         DcpReader(tmp_path)
+
+
+@pytest.mark.parametrize("megatron", [True, False])
+def test_what_stops_an_export_is_told_as_itself(tmp_path: Path, megatron: bool) -> None:
+    """torch's library catches every error and raises one of its own, which is no Exception."""
+    model = model_of("stacked", vocab_size=2048)
+    held = {f"model.{name}": torch.zeros(shape) for name, shape in model_tensors(model).items()}
+    path = save(tmp_path / "run", 1, whole_shards(held), {"model": asdict(model)}, keep=0)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def export(progress: object = silent) -> None:
+        export_dcp(path, tmp_path / "out", progress, megatron=megatron)
+
+    with pytest.raises(KeyboardInterrupt):
+        export(interrupted)
+    for most in (1000, 2**16):  # where a file is closed, and within a tensor
+        with files_of_at_most(most), pytest.raises(OSError, match="File too large"):
+            export()
+    (file,) = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="PP-E503"):
+        export()
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
 def test_optimizer_states_that_are_left_out_are_counted(tmp_path: Path) -> None:
