@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
+from ppctl.errors import visible
 from ppctl.records.json_reader import Count, Line, read
 
 STATES = (
@@ -81,8 +82,11 @@ class RankFailure:
     host: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The record as a JSON object."""
-        return {"version": _VERSION, **asdict(self), "ends": self.ends or None}
+        """The record as a JSON object, its texts as `visible`: what an exception says may hold any characters, also
+        those that no reader of records takes."""
+        texts = {name: visible(value) for name, value in asdict(self).items() if isinstance(value, str)}
+        others = tuple(map(visible, self.others))
+        return {"version": _VERSION, **asdict(self), **texts, "others": others, "ends": self.ends or None}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankFailure:

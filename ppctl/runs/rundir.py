@@ -166,7 +166,8 @@ class RunDir:
         """Replace status.json: `state` (one of STATES), the time, and for example `step` and `message`."""
         if state not in STATES:
             raise ValueError(f"{state!r} is not one of {', '.join(STATES)}")
-        self._write_json("status.json", {"state": state, "time": time.time(), **more})
+        texts = {name: visible(value) for name, value in more.items() if isinstance(value, str)}
+        self._write_json("status.json", {"state": state, "time": time.time(), **more, **texts})
 
     def status(self) -> dict[str, Any]:
         """The content of status.json; `{"state": "starting"}` without one."""

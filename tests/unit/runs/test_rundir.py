@@ -14,7 +14,7 @@ from checkpoint_states import mark_of, write
 
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, visible
 from ppctl.host.files import append, write_atomically
 from ppctl.records.rank_records import RankFailure
 from ppctl.runs.finding import last_checkpoint, list_runs
@@ -166,6 +166,18 @@ def test_errors_come_earliest_first_and_unreadable_ones_are_left_out(run: RunDir
     (run.path / "errors" / "rank-0003.json").write_text("{")
     assert [error.rank for error in run.errors()] == [11, 2]
     assert (run.path / "errors" / "rank-0011.json").exists()
+
+
+@pytest.mark.parametrize("odd", ["\0", "\udce8", "\x1b[2J"])
+def test_a_failure_of_any_text_is_read_back(run: RunDir, odd: str) -> None:
+    """What a user's exception says: a byte of a file, a name that is not in UTF-8."""
+    text = f"bad byte {odd} in\n\tthe record of \U0001f4be"
+    run.write_error(RankFailure(3, text, place=text, remedy=text, others=(text,), traceback=text))
+    run.write_status("failed", message=text)
+    (failure,) = run.errors()
+    shown = text.replace(odd, visible(odd))
+    assert (failure.message, failure.place, failure.remedy, failure.traceback) == (shown,) * 4
+    assert failure.others == (shown,) and run.status()["message"] == shown and odd not in shown
 
 
 def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
