@@ -312,8 +312,8 @@ def damaged(path: Path, fault: str, place: str = "") -> Problem:
 
 
 def _another(path: Path) -> str:
-    """Return a remedy: to go on from the newest complete checkpoint beside the unreadable one at `path`."""
-    others = [other for other in checkpoint_folder.complete(path.parent) if other != path]
+    """Return a remedy: to go on from the newest usable checkpoint beside the unreadable one at `path`."""
+    others = [other for other in checkpoint_folder.usable(path.parent) if other != path]
     if not others:
         return f"ls {pasted(str(path.parent))}"
     return pasted("ppctl", "resume", path.parent.parent, f"checkpoint.resume={others[-1]}")

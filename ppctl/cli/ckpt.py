@@ -195,7 +195,7 @@ def _prune(args: argparse.Namespace) -> int:
         raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt prune {pasted(parent)} --keep {args.keep}"))
     with at_rest(RunDir(folder.parent)):
         kept = checkpoint_folder.complete(folder)
-        needed = _needed(folder, kept)
+        needed = _needed(folder, checkpoint_folder.usable(folder))
         last = max(map(checkpoint_folder.step_of, kept))
         old = checkpoint_folder.expired(folder, last, args.keep, args.keep_every, args.keep_best)
         doomed = [path for path in old if path not in needed]
@@ -219,8 +219,8 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
-    """The checkpoints that no `--keep` deletes: the newest undamaged one, and the one from which a start goes on.
-    Raises CheckpointError (PP-E530) if all are damaged."""
+    """The checkpoints that no `--keep` deletes: the newest undamaged one of the usable `checkpoints`, and the one from
+    which a start goes on. Raises CheckpointError (PP-E530) if all are damaged."""
     for path in reversed(checkpoints):
         try:
             if not examine(path, values=False).problems:

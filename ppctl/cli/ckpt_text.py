@@ -142,7 +142,7 @@ def brief(path: Path) -> dict[str, Any]:
 
 def listing(folder: Path) -> dict[str, Any]:
     """A directory's checkpoints, by step, and the checkpoint from which a start goes on."""
-    last, best = checkpoint_folder.find(folder), checkpoint_folder.best(checkpoint_folder.complete(folder))
+    last, best = checkpoint_folder.find(folder), checkpoint_folder.best(checkpoint_folder.usable(folder))
     checkpoints = sorted(checkpoint_folder.kept(folder), key=lambda path: (checkpoint_folder.step_of(path), path.name))
     return {
         "path": str(folder),

@@ -18,7 +18,7 @@ from typing import Any
 from ppctl.cli.comparison import comparison, comparison_page, comparison_text, labels
 from ppctl.cli.console import UNFOLDED, aligned, fits, folded, note, width
 from ppctl.cli.jobs import state_of
-from ppctl.cli.runs import RUNS, STARTED, add_run_arguments, facts, named_run, short_path
+from ppctl.cli.runs import RUNS, STARTED, add_run_arguments, facts, named_run, readable, short_path
 from ppctl.cli.timeline import obstacle
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.files import read_whole, write_atomically
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(Problem("PP-E105", message, remedy))
     if action == "show":
         chosen = named_run(args)
-        best = checkpoint_folder.best(checkpoint_folder.complete(chosen.checkpoints))[:1]
+        best = checkpoint_folder.best(readable(lambda: checkpoint_folder.usable(chosen.checkpoints)) or ())[:1]
         one = facts(chosen) | {"best": str(best[0]) if best else None, "replay": chosen.environment().get("replay")}
         print(json.dumps(one, indent=1) if args.json else _shown(one))
         return 0

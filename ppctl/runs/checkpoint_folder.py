@@ -126,10 +126,7 @@ def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
     if first is None:
         return []
     with _os_errors_as_problems(directory):
-        back = steps_back(directory)
-        earlier = [
-            path for path in complete(directory) if step_of(path) < step_of(first.path) and not _given_up(path, back)
-        ]
+        earlier = [path for path in usable(directory) if step_of(path) < step_of(first.path)]
     return [first, *map(FoundCheckpoint, reversed(earlier))]
 
 
@@ -149,6 +146,13 @@ def complete(directory: Path) -> list[Path]:
     """All complete checkpoints, by step; `step-N.old` only if there is no complete step-N. Raises OSError as `kept`."""
     by_step = {step_of(path): path for path in sorted(kept(directory), reverse=True) if is_complete(path)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def usable(directory: Path) -> list[Path]:
+    """The complete checkpoints, by step, without those that the run has given up. Raises as `kept` and `steps_back`."""
+    found = complete(directory)
+    back = steps_back(directory) if found else []
+    return [path for path in found if not _given_up(path, back)]
 
 
 def kept(directory: Path) -> list[Path]:
@@ -306,12 +310,13 @@ def retain(directory: Path, step: int, keep: int, keep_every: int = 0, keep_best
 
 
 def expired(directory: Path, step: int, keep: int, keep_every: int = 0, keep_best: int = 0) -> list[Path]:
-    """The complete checkpoints up to `step`, except the last `keep` (0 keeps all), those of every `keep_every`-th step
-    and the `keep_best` best. Later ones, of a run resumed from an earlier step, stay until it reaches them."""
-    past = [path for path in complete(directory) if step_of(path) <= step]
-    old = past[:-keep] if keep else []
-    held = best(past)[:keep_best] if old and keep_best else []
-    return [path for path in old if path not in held and (not keep_every or step_of(path) % keep_every)]
+    """The complete checkpoints up to `step`, except, of the `usable` ones, the last `keep` (0 keeps all), those of
+    every `keep_every`-th step and the `keep_best` best. Later ones, of a run resumed from an earlier step, stay until
+    it reaches them."""
+    past, good = ([path for path in each(directory) if step_of(path) <= step] for each in (complete, usable))
+    held = good[-keep:] + [path for path in good if keep_every and step_of(path) % keep_every == 0]
+    held += best(good)[:keep_best] if keep_best else []
+    return [path for path in past if path not in held] if keep else []
 
 
 def best(checkpoints: Iterable[Path]) -> list[Path]:

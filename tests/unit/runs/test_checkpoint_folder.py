@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from checkpoint_states import LATEST, MANIFEST, MARK, SAVES, STRANGE, content, killed_states, mark_of, save, write
 
+from ppctl.checkpoint.manifest import damaged
 from ppctl.errors import CheckpointError
-from ppctl.runs.checkpoint_folder import PASSED, at, complete, find, is_complete, step_of, steps_back
+from ppctl.runs.checkpoint_folder import PASSED, at, complete, expired, find, is_complete, step_of, steps_back, usable
 
 
 def names(directory: Path) -> list[str]:
@@ -156,6 +158,21 @@ def test_what_a_path_names(there: list[str], asked: str, found: str | None, tmp_
 )
 def test_the_step_that_a_name_says(name: str | None, step: int) -> None:
     assert step_of(name) == step
+
+
+def test_what_the_run_has_given_up_is_neither_counted_nor_best(tmp_path: Path) -> None:
+    """A step back from step 280 to 200 at keep=2: step 237 trained on what is skipped now."""
+    for step, position, loss in ((200, 1600, 3.0), (237, 1896, 1.0), (300, 3040, 2.0)):
+        state = json.dumps({"consumed_samples": position, "eval_loss": loss})
+        write(tmp_path / f"step-{step}", "").joinpath("state.json").write_text(state)
+    assert [step_of(path) for path in usable(tmp_path)] == [200, 237, 300]
+    (tmp_path / PASSED).write_text("[[280, 200, 1600, 2240]]")
+    assert [step_of(path) for path in usable(tmp_path)] == [200, 300]
+    for keeping in ((2,), (2, 237), (1, 0, 2), (1, 100)):
+        assert [step_of(path) for path in expired(tmp_path, 300, *keeping)] == [237]
+    assert [step_of(path) for path in expired(tmp_path, 300, 1)] == [200, 237]
+    assert expired(tmp_path, 200, 1) == expired(tmp_path, 300, 0) == []
+    assert "step-200" in damaged(tmp_path / "step-300", "").remedy
 
 
 @pytest.mark.parametrize(
