@@ -1,16 +1,18 @@
-"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or damaged lines."""
+"""The lines of metrics.jsonl, and its reader while it grows: every record once, even if the file has gigabytes or
+damaged lines."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from ppctl.host.files import open_regular
-from ppctl.records.json_reader import parse, read
+from ppctl.records.json_reader import finite, parse, read
 from ppctl.records.run_records import Metrics
 
 _LONGEST = 2**16
@@ -18,6 +20,16 @@ _LEAST_TAIL_BYTES = 2**18
 _MOST_OF_A_RECORD = 2**11
 _MOST_DAMAGED = 1000
 """The most lines without a record; after more, the rest is not read: a file of 200 MB may have only such lines."""
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """The line of a record, numbers that are not finite as null. Raises TypeError and ValueError for a record that
+    readers of the file would leave out."""
+    line = json.dumps(finite(record)) + "\n"
+    if len(line) > _LONGEST:
+        raise ValueError(f"the record has more than {_LONGEST // 2**10} KiB as JSON")
+    read(Metrics, parse(line.encode()))
+    return line
 
 
 class MetricsFile:

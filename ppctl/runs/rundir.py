@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ppctl.errors import CONTROL, ConfigError, Problem, pasted, visible
 from ppctl.host.files import MOST_READ, append, open_regular, read_json, read_text, read_whole, write_atomically
 from ppctl.records.json_reader import finite, parse, read
-from ppctl.records.metrics_file import MetricsFile
+from ppctl.records.metrics_file import MetricsFile, line_of
 from ppctl.records.rank_records import RankFailure
 from ppctl.records.run_records import STATES, EdgeTimes, Environment, Failure, HostStates, Job, Result, Status
 from ppctl.runs import fence
@@ -146,7 +146,7 @@ class RunDir:
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one step's record to metrics.jsonl, in a single write. Numbers that are not finite become null."""
         fence.check()
-        append(self.metrics_path, json.dumps(finite(record)) + "\n")
+        append(self.metrics_path, line_of(record))
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl, without damaged lines (a crash may have cut one)."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import ConfigError, Problem, TrainingError, pasted
+from ppctl.records.metrics_file import line_of
 from ppctl.train.callback import ASKED, WITHOUT_RESULT, Callback
 
 
@@ -45,6 +46,8 @@ class OwnCallback(Callback):
             for key, value in arguments[0].items() if method == "log_metrics" else ():
                 if not isinstance(value, int | float | str | list | None):
                     raise TypeError(f"record[{key!r}] is no number or text, but {type(value).__name__}")
+            if method == "log_metrics":
+                line_of(*arguments)
             if method == "state_dict":
                 _check_state(result)
             return result

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from command import TINY, environment, metrics, only_run, ppctl
 from dense_runs import config_of, session_of
@@ -17,6 +18,7 @@ from ranks import RanksFailed, run_ranks
 from ppctl.config.mapping import to_mapping
 from ppctl.errors import TrainingError
 from ppctl.runs.checkpoint_folder import AUTO, candidates
+from ppctl.runs.rundir import RunDir
 from ppctl.train.callback import Callback, Callbacks, StepResult, TrainingRun
 from ppctl.train.loop import train
 from ppctl.train.own_callbacks import OwnCallback
@@ -278,6 +280,31 @@ def test_each_name_that_leads_to_no_callback_is_named(
     (problem,) = caught.value.problems
     assert says in problem.message
     assert problem.remedy == "'train.callbacks=[failing:Raises]'"
+
+
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [
+        ({"expert_load": [[0.123456789] * 256] * 60}, "ValueError: the record has more than 64 KiB as JSON"),
+        ({"losses": [torch.zeros(2)]}, "TypeError: Object of type Tensor is not JSON serializable"),
+        ({"loss": "high"}, "Fault: loss takes"),
+        ({"loss": float("nan"), "notes": ["x" * 60_000]}, ""),
+    ],
+)
+def test_a_record_that_readers_would_leave_out_is_refused(tmp_path: Path, added: dict, says: str) -> None:
+    class Adds(Callback):
+        def log_metrics(self, record: dict) -> None:
+            record |= added
+
+    record = {"step": 3, "loss": 1.0}
+    own, run = OwnCallback("mine:Adds", Adds()), RunDir(tmp_path)
+    if says:
+        with pytest.raises(TrainingError, match=f"PP-E735: mine:Adds .* failed in log_metrics: {says}"):
+            own.log_metrics(record)
+    else:
+        own.log_metrics(record)
+        run.add_metrics(record)
+        assert run.metrics() == [{"step": 3, "loss": None, "notes": added["notes"]}]
 
 
 def test_an_error_has_class_method_and_frames_and_does_not_hide_the_one_that_ends_the_run(
