@@ -11,7 +11,7 @@ from ppctl.checkpoint.manifest import Manifest, check_files, damaged, read_manif
 from ppctl.config.keys import keys
 from ppctl.config.mapping import converted_value
 from ppctl.errors import CheckpointError
-from ppctl.host.files import MOST_READ, read_whole
+from ppctl.host.files import MOST_READ, is_file, read_whole
 from ppctl.records.json_reader import Count, Line, parse, read
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.checkpoint_folder import STATE
@@ -109,14 +109,15 @@ def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
 
 def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
     """Yield where the weights of a checkpoint's `state` came from, then where the weights of that checkpoint came from,
-    and so on: paths of checkpoints, the last perhaps a model's. Stops at a checkpoint that cannot be read."""
+    and so on: paths of checkpoints, the last perhaps a model's. Stops at a checkpoint that cannot be read, or that is
+    not this user's to read."""
     seen: set[str] = set()
     while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
         seen.add(named)
         yield Path(named)
-        if not (Path(named) / STATE).is_file():
+        if not is_file(Path(named) / STATE):
             return
         try:
             state = dict(run_state(Path(named)))
-        except CheckpointError:
+        except (CheckpointError, OSError):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, Problem, pasted, visible
 from ppctl.pretrained.conversion import Done, Progress, exit_code_of, printed_progress, write_weights
 from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
+from ppctl.runs.checkpoint_folder import unreadable
 
 
 def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
@@ -118,6 +120,10 @@ def _convert(args: argparse.Namespace) -> Done:
             return import_directory(source, out, progress, mtp=not args.no_mtp, described=described)
         return export_checkpoint(source, out, progress, dtype=dtype, mtp=not args.no_mtp)
     except OSError as error:
+        place = os.path.realpath(out)
+        named = Path(error.filename or place)
+        if not str(named).startswith(place) and named not in Path(place).parents:
+            raise unreadable(named, error) from error
         message = f"{args.out} cannot be written: {error.strerror}"
         raise CheckpointError(Problem("PP-E505", message, f"df -h {pasted(args.out.absolute().parent)}")) from error
 

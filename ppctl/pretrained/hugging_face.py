@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +39,7 @@ from ppctl.families.family_table import Family
 from ppctl.families.safetensors import INDEX, SINGLE, read_directory
 from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
-from ppctl.host.files import expanded
+from ppctl.host.files import MOST_READ_OF_A_MODEL, expanded, is_file, read_whole
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
 from ppctl.runs.checkpoint_folder import STATE, sync
 
@@ -304,12 +303,12 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
     (`eos_token_id`) are left out if training used another tokenizer than the source's.
     """
     *_, source = (None, *lineage(state))  # where training began, possibly through other checkpoints
-    if source is None or (source / STATE).is_file():
+    if source is None or is_file(source / STATE):
         return {}, ""
     try:
         config = read_config_file(source)
     except PpctlError:
-        return {}, f"no settings of {source}, because its {CONFIG} is not there any more"
+        return {}, f"no settings of {source}, because its {CONFIG} is not there any more, or not readable"
     if family is not None and config.get("model_type") not in (family.model_type, *family.also):
         return {}, f"no settings of {source}, because it is no {family.model_type} any more"
     keys = {} if family is None else foreign_keys(config, family)
@@ -318,10 +317,19 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
         keys = {key: value for key, value in keys.items() if not key.endswith("_token_id")}
         return keys, f"{len(keys)} settings of {source}, but no token ids, because training had another tokenizer"
     files = [CONFIG]
-    if (source / GENERATION).is_file():
-        shutil.copyfile(source / GENERATION, out / GENERATION)
+    if _copied(source / GENERATION, out):
         files.append(GENERATION)
     return keys, f"{len(keys)} settings of {source} ({', '.join(files)})"
+
+
+def _copied(file: Path, out: Path, name: str = "") -> bool:
+    """Copy a file into the directory `out`, if it is there and this user may read it; returns whether."""
+    try:
+        content = read_whole(file, MOST_READ_OF_A_MODEL)
+    except OSError:
+        return False
+    (out / (name or file.name)).write_bytes(content)
+    return True
 
 
 def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
@@ -334,13 +342,11 @@ def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
     if named is None:
         return "no tokenizer, because training knew none that has files"
     path = Path(named)
-    file = path / TOKENIZER if path.is_dir() else path
-    if not file.is_file():
-        return f"no tokenizer, because {file} is not there any more"
-    shutil.copyfile(file, out / TOKENIZER)
+    file = next((each for each in (path / TOKENIZER, path) if _copied(each, out, TOKENIZER)), None)
+    if file is None:
+        return f"no tokenizer, because that of {path} is not there any more, or not readable"
     for other in _BESIDE:
-        if (file.parent / other).is_file():
-            shutil.copyfile(file.parent / other, out / other)
+        _copied(file.parent / other, out)
     if not (out / "tokenizer_config.json").exists():
         end = HuggingFaceTokenizer.open(file).end_token
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **({} if end is None else {"eos_token": end})}

@@ -2,12 +2,66 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+import torch
+from one_save import save
 
+from ppctl.checkpoint.run_state import lineage
+from ppctl.checkpoint.shards import whole_shards
+from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError
+from ppctl.families.directory import model_tensors
+from ppctl.pretrained.command import main as command
 from ppctl.pretrained.conversion import new_directory
+
+MODEL = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, vocab_size=16)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory in which all users of this machine may write, as one of them who is not root."""
+    with TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        before = os.geteuid()
+        if before == 0:
+            os.seteuid(65534)  # root may read everything
+        try:
+            yield Path(name)
+        finally:
+            os.seteuid(before)
+
+
+def test_what_another_user_keeps_private_is_left_out_of_an_export_or_named(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, run = shared / "home", shared / "run"
+    (home / "llama").mkdir(parents=True)
+    (home / "llama" / "tokenizer.json").write_text("{}")
+    held = {f"model.{name}": torch.zeros(shape) for name, shape in model_tensors(MODEL).items()}
+    state = {"model": {**asdict(MODEL), "from_": str(home / "llama")}, "tokenizer_path": str(home / "llama")}
+    path = save(run, 1, whole_shards(held), state, keep=0)
+    home.chmod(0)
+    assert command(["export", str(path), str(shared / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"no tokenizer, because that of {home}/llama is not there any more, or not readable" in said
+    assert f"no settings of {home}/llama, because its config.json is not there any more, or not readable" in said
+    assert list(lineage(state)) == [home / "llama"]
+    (file,) = path.glob("*.safetensors")
+    file.chmod(0)
+    assert command(["export", str(path), str(shared / "again")]) == 3
+    assert f"error PP-E505: {file} cannot be read: Permission denied" in capsys.readouterr().err
+    home.chmod(0o700)
+    file.chmod(0o600)
+    path.parent.chmod(0o500)
+    assert command(["export", str(path), str(path.parent / "deep" / "out")]) == 3
+    assert f"{path.parent}/deep/out cannot be written: Permission denied" in capsys.readouterr().err
+    path.parent.chmod(0o700)
 
 
 def write(out: Path, text: str = "all") -> None:
