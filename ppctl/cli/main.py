@@ -7,7 +7,6 @@ module is imported; it imports what it needs at its top. Nothing here imports Hy
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import sys
@@ -18,11 +17,10 @@ from typing import Any, NoReturn, TextIO, cast
 
 from ppctl import __version__
 from ppctl.cli.console import VisibleText, aligned, folded, note, print_problems, prose, width
-from ppctl.errors import ConfigError, PpctlError, Problem, pasted
-from ppctl.host.files import silence
+from ppctl.errors import ConfigError, PpctlError, Problem
+from ppctl.host.files import refused, silence
 
 USAGE, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
-_UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,11 @@ def _main(tokens: list[str]) -> int:
         silence(sys.stdout)  # the reader of the pipe (`| head`) has ended
         return BROKEN_PIPE
     except OSError as error:
-        if error.filename is not None and error.strerror:
-            message = f"{error.filename} cannot be used: {error.strerror}"
-            print_problems([Problem("PP-E505", message, f"ls -ld {pasted(error.filename)}", str(error.filename))])
-            return 1
-        if error.errno not in _UNWRITABLE:
+        if (problem := refused(error)) is None:
             raise
-        silence(sys.stdout)
-        print_problems([Problem("PP-E127", f"the output cannot be written: {error.strerror}", "df -h", "stdout")])
+        if error.filename is None:
+            silence(sys.stdout)
+        print_problems([problem])
         return 1
     except SystemExit as stop:  # argparse: --help, or a usage error that it has printed
         return stop.code if isinstance(stop.code, int) else USAGE

@@ -12,6 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TextIO, TypeVar
 
+from ppctl.errors import Problem, pasted
 from ppctl.records.json_reader import parse, read
 
 T = TypeVar("T")
@@ -156,6 +157,16 @@ def release(descriptor: int | None) -> None:
     """Release what `lock` returned."""
     if descriptor not in (None, TAKEN):
         os.close(descriptor)
+
+
+def refused(error: OSError) -> Problem | None:
+    """The problem of a file that the system refuses, or of output that it does not take; None for any other error."""
+    if error.filename is not None and error.strerror:
+        message = f"{error.filename} cannot be used: {error.strerror}"
+        return Problem("PP-E505", message, f"ls -ld {pasted(error.filename)}", str(error.filename))
+    if error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
+        return Problem("PP-E127", f"the output cannot be written: {error.strerror}", "df -h", "stdout")
+    return None
 
 
 def silence(out: TextIO) -> None:

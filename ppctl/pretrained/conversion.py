@@ -27,6 +27,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, pasted, visible
 from ppctl.families.directory import model_tensors
 from ppctl.geometry.canonical_names import parameter_of
+from ppctl.host.files import refused, silence
 from ppctl.runs.checkpoint_folder import step_path
 
 Progress = Callable[[str, int, int], None]
@@ -53,14 +54,26 @@ def exit_code_of(work: Callable[[], None]) -> int:
     """Do the work of a command's process; returns its exit code, after printing its problems."""
     try:
         work()
+        sys.stdout.flush()
     except PpctlError as error:
-        for problem in error.problems:
-            print(f"error {problem}", file=sys.stderr)
-        return error.exit_code
+        problems, code = error.problems, error.exit_code
     except KeyboardInterrupt:
         print()  # the text, if there is some, has no end of line
         return 130
-    return 0
+    except BrokenPipeError:
+        silence(sys.stdout)  # the reader of the pipe (`| head`) has ended
+        return 141
+    except OSError as error:
+        if (problem := refused(error)) is None:
+            raise
+        if error.filename is None:
+            silence(sys.stdout)
+        problems, code = (problem,), 1
+    else:
+        return 0
+    for problem in problems:
+        print(f"error {problem}", file=sys.stderr)
+    return code
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ppctl.checkpoint.boxes import Box
@@ -273,7 +272,8 @@ def _export_adapters(
     }
     with new_directory(out) as temporary:
         tokenizer = copy_tokenizer(weights.state, temporary)
-        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        parts = [shard.part for shard in whole_shards(tensors)]
+        _write(temporary / "adapter_model.safetensors", parts, iter(tensors.values()))
         (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     total = sum(tensor.nbytes for tensor in tensors.values())

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import config_of as run_of
 from foreign_models import described_here, model_of
+from full_disk import files_of_at_most
 from one_save import save_checkpoint
 from oracle.data import microbatches
 from ranks import run_ranks
@@ -283,6 +284,8 @@ def test_a_checkpoint_goes_on_in_another_cut_and_peft_loads_its_adapters(text: P
     saved = saved if saved.exists() else next(tmp_path.glob("step-*"))
     again = run_ranks(train, 2, to_mapping(other), str(tmp_path / "other"), str(saved), timeout=300.0)
     hold(again, text, "Llama", first=2)
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        export_checkpoint(saved, tmp_path / "exported", lambda *_: None)
     done = export_checkpoint(saved, tmp_path / "exported", lambda *_: None)
     assert done.parameters == sum(each.numel() for each in by_a_plain_loop(text, "Llama")[2].values())
     loaded = peft.PeftModel.from_pretrained(model_of("Llama").eval(), tmp_path / "exported")

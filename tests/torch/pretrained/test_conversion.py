@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError
 from ppctl.families.directory import model_tensors
 from ppctl.pretrained.command import main as command
-from ppctl.pretrained.conversion import new_directory
+from ppctl.pretrained.conversion import exit_code_of, new_directory
 
 MODEL = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, vocab_size=16)
 
@@ -62,6 +63,23 @@ def test_what_another_user_keeps_private_is_left_out_of_an_export_or_named(
     assert command(["export", str(path), str(path.parent / "deep" / "out")]) == 3
     assert f"{path.parent}/deep/out cannot be written: Permission denied" in capsys.readouterr().err
     path.parent.chmod(0o700)
+
+
+def test_a_reader_that_has_ended_and_a_full_disk_are_no_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert exit_code_of(lambda: print("text")) == 141
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert exit_code_of(lambda: print("text")) == 1
+    assert exit_code_of(Path("/not/there").read_text) == 1
+    said = capsys.readouterr().err
+    assert "error PP-E127: the output cannot be written: No space left on device" in said
+    assert "error PP-E505: /not/there cannot be used: No such file or directory" in said
 
 
 def write(out: Path, text: str = "all") -> None:

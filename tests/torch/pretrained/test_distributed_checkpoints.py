@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PosixPath
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 from one_save import save
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -146,17 +144,6 @@ def test_positions_pair_neighbours_there_and_halves_here() -> None:
     assert torch.equal(in_titans_order("layers.0.attention.wv.weight", value, model), value)
     interleaved = model_of("stacked", hidden_size=16, rotary_interleaved=True)
     assert torch.equal(in_titans_order(name, value, interleaved), value)
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more ends as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def refused(*args: object, **more: object) -> list[str]:
