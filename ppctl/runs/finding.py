@@ -93,7 +93,7 @@ def last_checkpoint(run: RunDir) -> Path | None:
 def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:
     """The checkpoint that `text` means: its directory, its run's directory, or a run under `root`; `name` is the key or
     argument that errors are about. Raises CheckpointError (PP-E615) if there is none, ConfigError as `find_run`."""
-    path = Path(text).absolute()
+    path = expanded(text).absolute()
     named = checkpoint_folder.at(path)
     if named is not None:
         return named

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.schema import RunConfig
-from ppctl.errors import CheckpointError, ConfigError
+from ppctl.errors import CheckpointError, ConfigError, PpctlError
+from ppctl.launch.weights import find_weights
 from ppctl.runs.finding import checkpoint_if_any, find_checkpoint, find_run
 from ppctl.runs.rundir import RunDir
 
@@ -96,6 +97,18 @@ def test_what_is_loaded_if_there_is_any_is_the_newest_of_a_directory_of_runs(roo
     second = saved(newer, 3)
     assert checkpoint_if_any(str(root), Path("nowhere")) == second
     assert checkpoint_if_any(str(older.path), Path("nowhere")) == checkpoint_if_any(str(first), root) == first
+
+
+def test_a_checkpoint_is_found_below_a_home_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(root))
+    path = saved(find_run("20260101-1", root), 5)
+    for look in (find_checkpoint, checkpoint_if_any, find_weights):
+        for text in ("~/a/20260101-1", "~/a/20260101-1/checkpoints/step-5"):
+            assert look(text, Path("nowhere")) == path
+    for look, code in ((find_checkpoint, "PP-E615"), (find_weights, "PP-E520")):
+        with pytest.raises(PpctlError, match=code):
+            look("~nosuchuser/x", root)
+    assert checkpoint_if_any("~nosuchuser/x", root) is None
 
 
 def test_a_checkpoint_of_megatrons_is_refused_and_not_passed_over(tmp_path: Path) -> None:
