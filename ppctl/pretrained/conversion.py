@@ -28,7 +28,7 @@ from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, past
 from ppctl.families.directory import model_tensors
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.host.files import refused, silence
-from ppctl.runs.checkpoint_folder import step_path
+from ppctl.runs.checkpoint_folder import step_path, sync
 
 Progress = Callable[[str, int, int], None]
 """`progress(canonical name, tensors done, tensors in all)`."""
@@ -165,8 +165,9 @@ class SavedWeights:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out`, or what the link `out` leads to, on success, else is removed. Raises ConfigError
-    (PP-E525) if `out` is taken, and if it is a mount point, whose place no directory can take."""
+    """A directory that becomes `out`, or what the link `out` leads to, on success, and is then on the disk with all its
+    files; else it is removed. Raises ConfigError (PP-E525) if `out` is taken, and if it is a mount point, whose place
+    no directory can take."""
     place = Path(os.path.realpath(out))
     mounted = os.path.ismount(place)
     if mounted or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
@@ -176,7 +177,10 @@ def new_directory(out: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
         temporary.rename(place)
+        sync(place.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -40,7 +40,7 @@ from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
 from ppctl.host.files import MOST_READ_OF_A_MODEL, expanded, is_file, read_whole
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
-from ppctl.runs.checkpoint_folder import STATE, sync
+from ppctl.runs.checkpoint_folder import STATE
 
 if TYPE_CHECKING:
     from ppctl.foreign.stored import StoredWeights
@@ -129,7 +129,6 @@ def write_shards(directory: Path, parts: Sequence[TensorPart], tensors: Iterable
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        sync(directory / INDEX)
     return total
 
 
@@ -144,7 +143,7 @@ def _cut(parts: Sequence[TensorPart], shard: int) -> Iterator[list[TensorPart]]:
 
 
 def _write(file: Path, parts: Sequence[TensorPart], tensors: Iterator[Tensor]) -> None:
-    """Write one file of these tensors, and sync it. Raises ValueError if a tensor does not fit its part."""
+    """Write one file of these tensors. Raises ValueError if a tensor does not fit its part."""
     with file.open("wb") as stream:
         stream.write(header_of(parts, aligned=_PLACE)[0])
         for part in parts:
@@ -152,7 +151,6 @@ def _write(file: Path, parts: Sequence[TensorPart], tensors: Iterator[Tensor]) -
             if given.part != part:
                 raise ValueError(f"{part.name} is {given.part}, not {part}")
             stream.write(values_of(given.tensor))
-    sync(file)
 
 
 GENERATION = "generation_config.json"

@@ -119,6 +119,18 @@ def test_what_a_link_leads_to_is_filled(tmp_path: Path, there: bool) -> None:
         write(out)
 
 
+def test_every_file_and_every_name_is_on_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or sync(file))
+    with new_directory(tmp_path / "out") as draft:
+        (draft / "deep").mkdir()
+        for name in ("config.json", "deep/state.json"):
+            (draft / name).write_text("{}")
+    assert {*synced[:-2]} == {str(draft / name) for name in ("config.json", "deep", "deep/state.json")}
+    assert synced[-2:] == [str(draft), str(tmp_path)]
+
+
 def test_a_mount_point_is_refused_before_any_work() -> None:
     with pytest.raises(ConfigError, match="PP-E525: /proc is a mount point: name a new directory in it"):
         write(Path("/proc"))
