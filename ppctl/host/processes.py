@@ -75,7 +75,8 @@ def _state(pid: int) -> str:
 def _fields(pid: int) -> list[str]:
     """/proc/PID/stat after the process's name: the state first. Empty if there is no such file."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A name's 15 bytes may end within a letter, and Latin-1 reads any byte.
+        return Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()
     return []
 
 

@@ -29,6 +29,17 @@ def test_this_process_is_not_gone() -> None:
     assert own == processes.identity()
 
 
+def test_a_name_that_is_cut_within_a_letter_hides_no_process() -> None:
+    comm, own = Path("/proc/self/comm"), processes.identity()
+    name = comm.read_bytes()
+    try:
+        comm.write_bytes(b") " + "учить".encode() * 2)  # 15 bytes of it stay
+        assert comm.read_bytes() == b") \xd1\x83\xd1\x87\xd0\xb8\xd1\x82\xd1\x8c\xd1\x83\xd1\n"
+        assert processes.identity() == own
+    finally:
+        comm.write_bytes(name.rstrip())
+
+
 @pytest.mark.parametrize(
     ("other", "gone"),
     [({"started": 1}, True), ({"machine": "elsewhere", "started": 1}, False), ({"boot": "later", "started": 1}, False)],
