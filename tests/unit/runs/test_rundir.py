@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_states import mark_of, write
+from full_disk import files_of_at_most
 
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
@@ -69,14 +69,20 @@ def test_a_place_that_cannot_be_written_is_told_with_a_remedy(tmp_path: Path) ->
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path) -> None:
     status = tmp_path / "status.json"
     write_atomically(status, "old")
-    draft = tmp_path / f".status.json.{os.getpid()}.tmp"
-    draft.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
+    with files_of_at_most(2), pytest.raises(OSError, match="File too large"):
         write_atomically(status, "new")
     assert status.read_text() == "old"
-    assert not draft.is_symlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
     with pytest.raises(OSError, match="No space left"):
         append(Path("/dev/full"), "line\n")
+
+
+def test_a_draft_of_a_process_with_our_number_on_another_host_is_not_ours(tmp_path: Path) -> None:
+    theirs = tmp_path / f".status.json.{os.getpid()}.tmp"
+    theirs.write_text("half of the")
+    for private in (False, True):
+        write_atomically(tmp_path / "status.json", "ours", private=private)
+        assert theirs.read_text() == "half of the" and (tmp_path / "status.json").read_text() == "ours"
 
 
 def test_the_config_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -251,13 +257,8 @@ def test_metrics_that_are_no_records_are_left_out(run: RunDir) -> None:
 def test_on_a_full_disk_no_half_line_stays(run: RunDir) -> None:
     run.add_metrics({"step": 0})
     before = (run.path / "metrics.jsonl").read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"metrics\.jsonl"):
-            run.add_metrics({"step": 1, "text": "x" * 100})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_of_at_most(len(before) + 20), pytest.raises(OSError, match=r"metrics\.jsonl"):
+        run.add_metrics({"step": 1, "text": "x" * 100})
     assert (run.path / "metrics.jsonl").read_bytes() == before
 
 
