@@ -21,6 +21,7 @@ from ppctl.host.processes import HANDED_OVER, started
 from ppctl.rank.own_process import StopRequest
 from ppctl.rank.watchdog import Alarm
 from ppctl.runs.heartbeat import HeartbeatFile
+from ppctl.runs.run_starts import slurm_job
 from ppctl.train.callback import TIME_IS_OVER, Callback
 
 
@@ -125,7 +126,7 @@ def time_left(exit_after: str | None) -> TimeLeft:
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     """When SLURM will end this job, in seconds since the epoch; None outside a job, and if SLURM does not answer."""
-    job = environ.get("SLURM_JOB_ID")
+    job = slurm_job(environ)
     if not job:
         return None
     with suppress(OSError, subprocess.SubprocessError, ValueError, LookupError):

@@ -41,7 +41,7 @@ esac
 class Job:
     """A script that has ended: its exit code, its log, and which commands it has called."""
 
-    def __init__(self, at: Path, enter: str, *overrides: str, task_plugin: str = "task/none") -> None:
+    def __init__(self, at: Path, enter: str, *overrides: str, task_plugin: str = "task/none", **more: str) -> None:
         programs = at / "bin"
         programs.mkdir()
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
@@ -53,7 +53,7 @@ class Job:
         variables |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(at), "ENTER": enter}
         done = subprocess.run(
             ["bash", "-c", script],
-            env=variables | {"TASK_PLUGIN": task_plugin},
+            env=variables | {"TASK_PLUGIN": task_plugin} | more,
             capture_output=True,
             text=True,
             timeout=100,
@@ -73,6 +73,7 @@ class Job:
 
 WELL = "echo $SLURMD_NODENAME"
 HANGS = f"[ $SLURMD_NODENAME != n2 ] || exec sleep 50; {WELL}"
+SILENT = f"[ $SLURMD_NODENAME != n2 ] || exit 1; {WELL}"
 REFUSES = "[ $SLURMD_NODENAME != n2 ] || { echo 'error PP-E623: it does not see the run'; exit 2; }; " + WELL
 
 
@@ -80,7 +81,7 @@ REFUSES = "[ $SLURMD_NODENAME != n2 ] || { echo 'error PP-E623: it does not see 
     ("enter", "code", "without", "said"),
     [
         (HANGS, 0, "n2", "PP-E622"),
-        (f"[ $SLURMD_NODENAME != n2 ] || exit 1; {WELL}", 0, "n2", "PP-E622"),
+        (SILENT, 0, "n2", "PP-E622"),
         ("exit 127", 2, None, "PP-E622"),
         (REFUSES, 2, None, "error PP-E623: it does not see the run"),
         (WELL, 0, None, ""),
@@ -163,6 +164,13 @@ def test_an_agent_requeues_as_the_script_does(
     slurm.requeue("7", without)
     calls = (tmp_path / "calls" / "scontrol").read_text()
     assert "\nrequeue 7\n" in calls and re.findall("JobId=7 ExcNodeList=(.*)", calls) == found
+
+
+def test_a_task_of_an_array_requeues_without_the_others(tmp_path: Path) -> None:
+    job = Job(tmp_path, SILENT, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    assert job.code == 0 and job.without == "n2", job.log
+    calls = [line for line in job.calls("scontrol").splitlines() if line.split()[0] in ("requeue", "update", "-o")]
+    assert calls == ["-o show job 7_2", "requeue 7_2", "update JobId=7_2 ExcNodeList=n2"]
 
 
 def test_requeues_are_bounded(tmp_path: Path) -> None:

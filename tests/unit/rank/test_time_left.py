@@ -98,10 +98,11 @@ def test_exit_after_is_over_when_it_is_over() -> None:
 )
 def test_slurm_is_asked_once_when_the_job_ends(answer: str, end: float | None, tmp_path: Path, monkeypatch) -> None:
     tool = tmp_path / "squeue"
-    tool.write_text(f'#!/bin/sh\n[ "$*" = "-h -j 77 -o %e" ] && echo "{answer}"\n')
+    tool.write_text(f'#!/bin/bash\n[[ "$*" =~ ^"-h -j 77"(_4)?" -o %e"$ ]] && echo "{answer}"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert job_end({"SLURM_JOB_ID": "77"}) == end
+    assert job_end({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "4"}) == end
 
 
 def test_outside_a_job_and_without_slurm_there_is_no_end(tmp_path: Path, monkeypatch) -> None:
