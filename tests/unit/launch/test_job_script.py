@@ -26,8 +26,10 @@ echo "$*" >>"$CALLS/scontrol"
 case "$*" in
 "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
 "show config") echo "TaskPlugin              = $TASK_PLUGIN" ;;
-*"show job"*) echo "JobId=7 ReqNodeList=(null) ExcNodeList=${BEFORE-(null)} Features=(null)" ;;
-requeue*) kill -TERM $PPID ;; # SLURM ends the job's processes
+*"show job"*) echo "JobId=7 JobState=${STATE-RUNNING} ExcNodeList=${BEFORE-(null)} Features=(null)" ;;
+requeue*) # SLURM refuses so many times
+  if (($(grep -c ^requeue "$CALLS/scontrol") <= ${REFUSALS:-0})); then exit 1; fi
+  kill -TERM $PPID ;; # SLURM ends the job's processes
 esac
 """
 PYTHON = """#!/bin/bash
@@ -41,10 +43,11 @@ esac
 class Job:
     """A script that has ended: its exit code, its log, and which commands it has called."""
 
-    def __init__(self, at: Path, enter: str, *overrides: str, task_plugin: str = "task/none", **more: str) -> None:
+    def __init__(self, at: Path, enter: str, *overrides: str, sleep: str | None = None, **more: str) -> None:
         programs = at / "bin"
         programs.mkdir()
-        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+        made = {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON} | ({} if sleep is None else {"sleep": sleep})
+        for name, text in made.items():
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         config = compose(["+recipe=quickstart", "launch.device=cpu", "launch.start_limit=3s", *overrides]).config
@@ -53,7 +56,7 @@ class Job:
         variables |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(at), "ENTER": enter}
         done = subprocess.run(
             ["bash", "-c", script],
-            env=variables | {"TASK_PLUGIN": task_plugin} | more,
+            env=variables | {"TASK_PLUGIN": "task/none"} | more,
             capture_output=True,
             text=True,
             timeout=100,
@@ -163,14 +166,29 @@ def test_an_agent_requeues_as_the_script_does(
     (tmp_path / "calls").mkdir()
     slurm.requeue("7", without)
     calls = (tmp_path / "calls" / "scontrol").read_text()
-    assert "\nrequeue 7\n" in calls and re.findall("JobId=7 ExcNodeList=(.*)", calls) == found
+    assert "requeue 7\n" in calls and re.findall("JobId=7 ExcNodeList=(.*)", calls) == found
 
 
 def test_a_task_of_an_array_requeues_without_the_others(tmp_path: Path) -> None:
     job = Job(tmp_path, SILENT, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
     assert job.code == 0 and job.without == "n2", job.log
     calls = [line for line in job.calls("scontrol").splitlines() if line.split()[0] in ("requeue", "update", "-o")]
-    assert calls == ["-o show job 7_2", "requeue 7_2", "update JobId=7_2 ExcNodeList=n2"]
+    assert calls == ["requeue 7_2", "-o show job 7_2", "update JobId=7_2 ExcNodeList=n2"]
+
+
+@pytest.mark.parametrize(
+    ("refusals", "state", "code", "tries"),
+    [("2", "RUNNING", 0, 3), ("99", "COMPLETING", 0, 1), ("99", "RUNNING", 75, 10)],
+    ids=["for a moment", "since it is requeued already", "for good"],
+)
+def test_a_job_that_slurm_does_not_requeue_fails_and_says_how_it_goes_on(
+    tmp_path: Path, refusals: str, state: str, code: int, tries: int
+) -> None:
+    job = Job(tmp_path, SILENT, sleep="#!/bin/sh\n", REFUSALS=refusals, STATE=state)
+    assert job.code == code and job.calls("scontrol").count("requeue 7\n") == tries, job.log
+    assert job.without == ("" if code else "n2")
+    assert ("error PP-E621: SLURM does not requeue the job" in job.log) == bool(code)
+    assert (f"try: ppctl requeue {tmp_path}\n" in job.log) == bool(code)
 
 
 def test_requeues_are_bounded(tmp_path: Path) -> None:
@@ -181,5 +199,5 @@ def test_requeues_are_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("plugin", "binds"), [("task/none", False), ("task/cgroup,task/affinity", True)])
 def test_srun_is_told_to_bind_nothing_where_it_would(tmp_path: Path, plugin: str, binds: bool) -> None:
-    job = Job(tmp_path, WELL, task_plugin=plugin)
+    job = Job(tmp_path, WELL, TASK_PLUGIN=plugin)
     assert ("--cpu-bind=none" in job.calls("srun")) == binds, job.log
