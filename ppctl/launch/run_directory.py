@@ -92,6 +92,7 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
         # The launcher's ranks do not look, but an agent of an earlier start does.
         write_atomically(run.path / "life", f"launcher-{secrets.token_hex(4)}")
         set_aside(run)
+        run.forget_heartbeats()
         _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     except OSError as error:
         copy = f'to="$(mktemp -d)" && cp -r --no-preserve=mode {pasted(run.path)} "$to"'

@@ -97,16 +97,21 @@ class NodeWatch:
         silence = self.progress.limit(own) / 2
         for name in takewhile(lambda name: name != host, self._hosts):
             theirs = self.run.heartbeat(name)
-            if float(theirs.get("time", 0.0)) <= self._began:  # no record, or an earlier start's
+            if not self._is_new(theirs):
                 theirs = {"time": self._met}
             if _VERDICT in theirs or now - float(theirs["time"]) <= silence:
                 return theirs
         return None
 
+    def _is_new(self, record: Mapping[str, Any]) -> bool:
+        """Whether a host's record is there, and none of an earlier start."""
+        return float(record.get("time", 0.0)) > self._began
+
     def _judge(self, host: str, record: Mapping[str, Any]) -> None:
-        """Judge the job from what all hosts published: if nothing has moved for too long, write the verdict and leave.
+        """Judge the job from what its hosts published: if nothing has moved for too long, write the verdict and leave.
         The record that carries the verdict is published before this node's ranks are ended."""
-        hosts = (self.run.heartbeats() if self._hosts else {}) | {host: dict(record)}
+        published = {name: self.run.heartbeat(name) for name in self._hosts if name != host}
+        hosts = {name: theirs for name, theirs in published.items() if self._is_new(theirs)} | {host: dict(record)}
         now = time.time()
         states = published_states(hosts, now, math.inf)
         still = self.progress.late(states, now)

@@ -159,6 +159,13 @@ def test_a_restart_goes_on_in_the_run_of_its_agent_though_the_id_was_used_before
     assert restarted(5, "exp", 1) == own
 
 
+def test_a_run_that_goes_on_forgets_the_hosts_that_it_had(launch: Launch, make: Callable[[Path], RunDir]) -> None:
+    """They may not be in the job any more: the judge and `ppctl status` would take them for silent."""
+    run = make(Path("nothing"))
+    run.write_heartbeats("node-1", {"host": "node-1", "time": 1.0, "ranks": []})
+    assert go_on(run, launch, None).heartbeats() == {}
+
+
 def test_a_restart_changes_nothing_in_a_run_that_still_goes_on(
     launch: Launch, stopped: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,3 +161,17 @@ def test_what_an_earlier_life_of_the_run_has_left_ends_nobody(run: RunDir) -> No
     watch(*node(1))  # would have ended this process
     assert run.errors() == []
     assert host == "node0"
+
+
+def test_hosts_and_records_of_an_earlier_life_stretch_no_limit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """node2 is not in the job any more, and node1 has published nothing yet."""
+    for number in (1, 2):
+        host, record = node(number, age=30.0)
+        run.write_heartbeats(host, {**record, "ranks": [record["ranks"][0] | {"state": "starting"}]})
+    watch, told = NodeWatch(run, run.read_plan(), Limits(start=60.0, first_step=5.0, step=5.0)), list[str]()
+    watch.meet(["node0", "node1"])
+    watch.progress._began -= 100.0
+    monkeypatch.setattr(watch, "_leave", lambda why, *_, **__: told.append(why))
+    host, record = node(0, age=10.0)
+    watch(host, record | {"time": time.time()})
+    assert len(told) == 1 and told[0].startswith("error PP-E706: rank 0")
