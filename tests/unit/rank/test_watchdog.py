@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from unit_plan import plan
 
-from ppctl.hang.progress import Limits
-from ppctl.rank.watchdog import NodeWatch
+from ppctl.hang.progress import GRACE, Limits
+from ppctl.host.private_files import own_directory, shared_memory
+from ppctl.rank import watchdog
+from ppctl.rank.watchdog import Alarm, NodeWatch
 from ppctl.records.rank_records import RankFailure
+from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.runs.rundir import RunDir
 
 HOSTS = ("a", "b", "c")
@@ -73,6 +76,35 @@ def test_a_look_of_all_nodes_opens_as_many_files_as_there_are_nodes(
         watch(*node(number))
     assert count <= len(opened) <= (2 + silent) * count
     assert shared.errors() == []
+
+
+def test_the_alarm_begins_anew_whenever_the_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step and an evaluation of many actions may take longer than the limit, which is one without progress."""
+    set_to = list[float]()
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, exit: set_to.append(seconds))
+
+    def comes_to(count: int) -> bool:
+        for _ in range(500 * (len(set_to) < count)):
+            time.sleep(0.01)
+            if len(set_to) >= count:
+                break
+        time.sleep(0.03)
+        return len(set_to) == count
+
+    with own_directory(shared_memory()) as directory:
+        beat = HeartbeatFile(directory, 0)
+        alarm = Alarm(Limits(start=60.0, first_step=60.0, step=0.04), beat.since)
+        assert comes_to(0), "no state has begun"
+        for _ in range(3):
+            alarm.set("training")
+        assert comes_to(4) and set_to == [60.0 + GRACE] * 2 + [1.0 + GRACE] * 2
+        for count in (5, 6):
+            beat.work(1)
+            assert comes_to(count) and set_to[-1] == 1.0 + GRACE
+        alarm.off()
+        beat.work(2)
+        assert comes_to(6)
+        beat.close()
 
 
 def start(run: RunDir, hosts: tuple[str, ...] = HOSTS) -> list[subprocess.Popen[str]]:
