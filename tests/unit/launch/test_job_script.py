@@ -143,6 +143,12 @@ def test_a_request_that_reaches_the_check_before_its_shell_blames_no_node(tmp_pa
     assert (job.code, job.without) == (0, "") and "USR1 during the health check" in job.log, job.log
 
 
+def test_what_sets_up_the_environment_may_read_what_is_not_set_and_end_at_an_error(tmp_path: Path) -> None:
+    """As ~/.bashrc and `conda activate` do."""
+    job = Job(tmp_path, SILENT, "launch.setup=['[ -z $BASHRCSOURCED ]','set -e']")
+    assert (job.code, job.without) == (0, "n2") and "unbound" not in job.log, job.log
+
+
 def test_a_request_to_a_job_that_is_ended_starts_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, "kill -TERM $SCRIPT; kill -USR1 $$", "launch.setup=['export SCRIPT=$$']")
     assert (job.code, job.without) == (2, None), job.log
