@@ -12,6 +12,8 @@ import pytest
 from ppctl.config.compose import compose
 from ppctl.launch import slurm
 from ppctl.launch.script import SlurmJob, render
+from ppctl.runs.checkpoint_folder import LATEST
+from ppctl.runs.rundir import RunDir
 
 NODES = ("n1", "n2", "n3")
 SRUN = """#!/bin/bash
@@ -207,3 +209,32 @@ def test_requeues_are_bounded(tmp_path: Path) -> None:
 def test_srun_is_told_to_bind_nothing_where_it_would(tmp_path: Path, plugin: str, binds: bool) -> None:
     job = Job(tmp_path, WELL, TASK_PLUGIN=plugin)
     assert ("--cpu-bind=none" in job.calls("srun")) == binds, job.log
+
+
+@pytest.mark.parametrize(
+    ("saved", "restarts", "typed"),
+    [
+        ({"42": False}, 0, "train +recipe=quickstart"),
+        ({"42": False}, 1, "train +recipe=quickstart"),
+        ({"42": True, "421": True}, 1, "resume runs/quickstart/run-42"),
+        ({"421": True}, 1, "train +recipe=quickstart"),
+    ],
+    ids=["first start", "no checkpoint yet", "a checkpoint", "another job's"],
+)
+def test_a_hand_written_script_goes_on_where_its_job_has_a_checkpoint(
+    saved: dict[str, bool], restarts: int, typed: str, tmp_path: Path
+) -> None:
+    for job, has_checkpoint in saved.items():
+        run = RunDir(tmp_path / "runs" / "quickstart" / f"run-{job}")
+        run.checkpoints.mkdir(parents=True)
+        run.write_environment({"variables": {"SLURM_JOB_ID": job}})
+        if has_checkpoint:
+            (run.checkpoints / LATEST).write_text("step-2\n")
+    for name in ("ppctl", "scontrol"):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*"; exit 75\n')
+        (tmp_path / name).chmod(0o755)
+    script = Path(__file__).parents[3] / "recipes" / "sbatch" / "single_node.sbatch"
+    variables = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(script)], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.stdout == f"ppctl {typed}\nscontrol requeue 42\n" and done.stderr == ""
+    assert done.returncode == 75, "the requeue was refused"
