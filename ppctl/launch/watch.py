@@ -313,14 +313,7 @@ def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOu
         except OSError as error:
             raise _cannot_start(job, error) from error
     outcome = _outcome(watch)
-    try:
-        try:
-            outcome.write(job.run, watch.states.values())
-        except OSError:  # the disk is full, and the heartbeats are not needed any more
-            job.run.forget_heartbeats()
-            outcome.write(job.run, watch.states.values())
-    except OSError as error:
-        print(f"warning: {job.run.path / 'status.json'} cannot be written: {error.strerror}", file=sys.stderr)
+    outcome.write(job.run, watch.states.values())
     return outcome
 
 
