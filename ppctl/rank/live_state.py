@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ppctl.config.quantities import seconds
 from ppctl.hang.progress import seconds_to_leave
@@ -142,5 +141,6 @@ def process_age() -> float:
         return time.monotonic() - float(os.environ[HANDED_OVER])
     ticks = started(os.getpid())
     if ticks is not None:
-        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+        # The clock of `ticks`: /proc/uptime may be the container's.
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return time.process_time()
