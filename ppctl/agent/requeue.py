@@ -13,7 +13,7 @@ from ppctl.launch import slurm
 from ppctl.records.run_records import ASKED_WORDS
 from ppctl.runs import fence
 from ppctl.runs.heartbeat import host_name
-from ppctl.runs.run_starts import slurm_start
+from ppctl.runs.run_starts import slurm_job, slurm_start
 from ppctl.runs.rundir import RunDir
 
 _SCRIPT = 30
@@ -48,5 +48,5 @@ def requeue(run: RunDir, agent: NodeAgent | None, why: str, without: Iterable[st
     told = (agent and agent.asked) or signal.sigpending()  # it may not listen yet
     more = int(start.rpartition(".")[2]) < run.read_config().launch.max_requeues
     if more and not told and fence.older(life) is None:
-        slurm.requeue(os.environ["SLURM_JOB_ID"], run.requeue_mark(start) or "")  # as the first agent wrote it
+        slurm.requeue(slurm_job() or "", run.requeue_mark(start) or "")  # as the first agent wrote it
     return True

@@ -6,11 +6,13 @@ import argparse
 import time
 from functools import partial
 
+from ppctl.cli.console import note
 from ppctl.cli.local_run import accepted, adapt_to_machine, command_line, run_to_end, start_of, with_paths
 from ppctl.cli.sweep import add_multirun, train_all
 from ppctl.launch.environment import Started
 from ppctl.launch.planning import planned, settings_of_others
-from ppctl.launch.run_directory import Launch, new_run
+from ppctl.launch.run_directory import Launch, go_on, interrupted, new_run
+from ppctl.runs.finding import last_checkpoint
 from ppctl.runs.run_starts import hold
 
 
@@ -26,8 +28,13 @@ def run(args: argparse.Namespace) -> int:
         if args.line.lists:
             return train_all(args, started, partial(prepare, started=started))
         launch = prepare(args, started)
-        run_dir = new_run(launch, started)
+        before = interrupted(launch, started)
+        if before is None and started.by == "torchrun" and started.restarts:
+            note("note: torchrun has restarted these ranks, whose run is not found: a new run begins")
+        run_dir = before or new_run(launch, started)
         with hold(run_dir):
+            if before is not None:
+                go_on(before, launch, last_checkpoint(before))
             return run_to_end(run_dir, launch, started, args.json)
 
 

@@ -113,10 +113,15 @@ def restart(job: str, cluster: str) -> None:
 def log(job: str, cluster: str, *, lines: int | None, follow: bool) -> Iterator[str]:
     """The output of the newest pod of index 0, piece by piece; with `follow` until it ends. Raises ConfigError."""
     client, namespace, _ = _place(cluster)
+    from urllib3.exceptions import HTTPError
+
     name, read = _first_pod(client, job, namespace), client.CoreV1Api().read_namespaced_pod_log
     words: dict[str, Any] = {"follow": follow, "tail_lines": lines, "_preload_content": False}
-    answer = _ask(f"read the log of {name}", read, name, namespace, **words)
-    yield from (piece.decode("utf-8", "replace") for piece in answer.stream(2**16))
+    answer = _ask(what := f"read the log of {name}", read, name, namespace, **words)
+    try:
+        yield from (piece.decode("utf-8", "replace") for piece in answer.stream(2**16))
+    except HTTPError as error:
+        raise _silence(what, error) from error
 
 
 def _first_pod(client: Any, job: str, namespace: str) -> str:
@@ -184,8 +189,12 @@ def _ask(
                 raise _refusal(what, error) from error
             time.sleep(_PAUSE)
         except HTTPError as error:
-            message = f"the cluster did not answer when asked to {what}: {error}"
-            raise ConfigError(Problem("PP-E661", message, "kubectl cluster-info", "cluster")) from error
+            raise _silence(what, error) from error
+
+
+def _silence(what: str, error: Exception) -> ConfigError:
+    message = f"the cluster did not answer when asked to {what}, or the connection broke: {error}"
+    return ConfigError(Problem("PP-E661", message, "kubectl cluster-info", "cluster"))
 
 
 def _refusal(what: str, error: Any) -> ConfigError:

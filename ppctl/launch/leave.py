@@ -10,9 +10,10 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from ppctl.errors import visible
+from ppctl.errors import PpctlError, visible
 from ppctl.hang.verdict import published_states
 from ppctl.launch.outcome import DONE, STOPPED, JobOutcome, failures, is_echo, report, terminated
 from ppctl.records.rank_records import RankState
@@ -38,7 +39,9 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
     """The outcome of the job, from the files of its ranks; `ended`: it was ended from outside."""
     found, result = failures([], run.errors()), run.result().get("state")
     if found and not (ended and is_echo(found[0])):  # connections break when a job is ended from outside
-        world = run.read_plan().sizes.world
+        world = 0
+        with suppress(PpctlError):  # a damaged plan
+            world = run.read_plan().sizes.world
         # Published heartbeats are up to ten seconds old, too old for the place of the failure.
         return JobOutcome(found[0].exit_code, "failed", report(run, found, {}, world))
     if result == "finished":

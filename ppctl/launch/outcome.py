@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,8 +48,19 @@ class JobOutcome:
     report: str = ""
     """Text for stderr; empty if there is nothing to report."""
 
-    def write(self, run: RunDir, states: Iterable[RankState]) -> None:
-        """Replace status.json unless it has this outcome already; `states` are the ranks' last states."""
+    def write(self, run: RunDir, states: Collection[RankState]) -> None:
+        """Replace status.json unless it has this outcome already; `states` are the ranks' last states. Warns if it
+        cannot be written."""
+        try:
+            try:
+                self._write(run, states)
+            except OSError:  # the disk is full, and the heartbeats are not needed any more
+                run.forget_heartbeats()
+                self._write(run, states)
+        except OSError as error:
+            print(f"warning: {run.path / 'status.json'} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def _write(self, run: RunDir, states: Collection[RankState]) -> None:
         status = run.status()
         if status["state"] != self.state or self.report:
             step = status.get("step")

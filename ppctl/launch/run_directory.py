@@ -25,12 +25,13 @@ from ppctl.launch.environment import Started
 from ppctl.launch.machine import count_gpus
 from ppctl.plan import Plan
 from ppctl.runs.checkpoint_folder import AUTO
-from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.finding import list_runs
 from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import set_aside, write_secret
 from ppctl.runs.rundir import RunDir, unwritable
 
-_RECORDED = re.compile(r"(TORCH_)?NCCL_.*|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|SLURM_JOB_ID")
+_ID = "TORCHELASTIC_RUN_ID"
+_RECORDED = re.compile(r"(TORCH_)?NCCL_.*|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|SLURM_JOB_ID|" + _ID)
 _PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors")
 
 
@@ -54,19 +55,30 @@ def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
 
 
 def new_run(launch: Launch, started: Started) -> RunDir:
-    """Make the run directory, or set the existing one of a job that its starter has restarted to go on."""
-    root, name = Path(launch.config.log.dir), launch.config.log.name
-    before = RunDir(root.absolute() / name / str(started.run_id))
-    if started.run_id and (before.path / "config.yaml").exists() and _is_restart(started, before):
-        return go_on(before, launch, last_checkpoint(before))
-    return RunDir.create(root, name, lambda draft: _fill(draft, launch), started.run_id)
+    """Make the run directory. Raises as `RunDir.create`."""
+    log = launch.config.log
+    return RunDir.create(Path(log.dir), log.name, lambda draft: _fill(draft, launch), started.run_id)
 
 
-def _is_restart(started: Started, before: RunDir) -> bool:
-    """Whether the starter has restarted its ranks since `before`. torchrun's agents count only failures of their own
-    ranks, so this compares the parent of rank 0."""
-    same_agent = started.by == "torchrun" and before.environment().get("agent") == identity(os.getppid())
-    return started.restarts > 0 or same_agent
+def interrupted(launch: Launch, started: Started) -> RunDir | None:
+    """The run that these ranks had before their starter restarted them; None if they begin one.
+
+    It is the last started run of their torchrun's agent, which names no other: an id may have been used before. Another
+    agent has rank 0 now if SLURM has requeued the job, or torchrun has moved the ranks: then it is the last started run
+    with their id. (torchrun's agents count only failures of their own ranks, so no count says whether it restarted.)
+    """
+    if started.by not in ("torchrun", "slurm"):
+        return None
+    home = Path(launch.config.log.dir).absolute() / launch.config.log.name
+    name = ".*" if started.run_id is None else rf"{re.escape(started.run_id)}(-[0-9]+)?"
+    runs = [run for run in list_runs(home.parent) if run.path.parent == home and re.fullmatch(name, run.id)]
+    agent = identity(os.getppid())
+    own = (run for run in runs if started.by == "torchrun" and run.environment().get("agent") == agent)
+    if (found := next(own, None)) is not None or started.run_id is None or not started.restarts:
+        return found
+    # What looks like `ID-2` may be another id.
+    ids = ((run, run.environment().get("variables", {}).get(_ID, started.run_id)) for run in runs)
+    return next((run for run, used in ids if used == started.run_id), None)
 
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
@@ -80,6 +92,7 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
         # The launcher's ranks do not look, but an agent of an earlier start does.
         write_atomically(run.path / "life", f"launcher-{secrets.token_hex(4)}")
         set_aside(run)
+        run.forget_heartbeats()
         _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     except OSError as error:
         copy = f'to="$(mktemp -d)" && cp -r --no-preserve=mode {pasted(run.path)} "$to"'

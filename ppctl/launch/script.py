@@ -66,6 +66,7 @@ def render(job: SlurmJob) -> str:
         agents=" ".join(map(_q, _agent_options(job))),
         again=_filled("requeue.sbatch"),
         health=_filled("health_check.sbatch", check=_q(launch.health_check), SICK_NODE="PP-E625") if checked else "",
+        NOT_REQUEUED="PP-E621",
         NO_START="PP-E622",
         REQUEUED_OFTEN="PP-E626",
     )

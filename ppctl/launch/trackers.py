@@ -33,10 +33,9 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
     for key, directory in (("log.tensorboard", log.tensorboard_dir), ("log.wandb", log.wandb_dir)):
         if not config[key]:
             continue
-        place = nearest_there(expanded(directory or "."))
         if find_spec(key.partition(".")[2]) is None:
             yield not_installed(key)
-        elif not _takes_files(place):
+        elif directory is not None and not _takes_files(place := nearest_there(expanded(directory))):
             message = f"{key}_dir={directory}: {place} is no directory that this user may write"
             yield Problem("PP-E652", message, f"{key}_dir=null", f"{key}_dir")
         elif key == "log.wandb" and (

@@ -6,7 +6,8 @@ A rank reports by its exit code, its error record, its heartbeat and status.json
     SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended after
                                that, or when SIGTERM comes a second time
     SIGINT                     before a step is done: all ranks are ended; else they are asked to save and leave,
-                               without a limit of time, since somebody is there; one more ends them, the next kills
+                               without a limit of time, since somebody is there, until another signal comes; one
+                               more SIGINT ends them, the next kills
     SIGKILL                    the kernel kills the ranks (process.py)
 """
 
@@ -220,8 +221,9 @@ class Watch:
             self._handle_key()
         elif number == signal.SIGTERM and again:
             self._end("terminated")
-        elif number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) and self.asked is None and self.cause is None:
-            self._request_stop(signal.SIGTERM if number == signal.SIGHUP else number)
+        elif number in _CAUGHT and self.cause is None and self._deadline is None:
+            if self.asked is None:
+                self._request_stop(signal.SIGTERM if number == signal.SIGHUP else number)
             self._deadline = now + self.job.stop_grace
 
     def _handle_key(self) -> None:
@@ -313,14 +315,7 @@ def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOu
         except OSError as error:
             raise _cannot_start(job, error) from error
     outcome = _outcome(watch)
-    try:
-        try:
-            outcome.write(job.run, watch.states.values())
-        except OSError:  # the disk is full, and the heartbeats are not needed any more
-            job.run.forget_heartbeats()
-            outcome.write(job.run, watch.states.values())
-    except OSError as error:
-        print(f"warning: {job.run.path / 'status.json'} cannot be written: {error.strerror}", file=sys.stderr)
+    outcome.write(job.run, watch.states.values())
     return outcome
 
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ppctl.config.quantities import seconds
 from ppctl.hang.progress import seconds_to_leave
@@ -21,6 +20,7 @@ from ppctl.host.processes import HANDED_OVER, started
 from ppctl.rank.own_process import StopRequest
 from ppctl.rank.watchdog import Alarm
 from ppctl.runs.heartbeat import HeartbeatFile
+from ppctl.runs.run_starts import slurm_job
 from ppctl.train.callback import TIME_IS_OVER, Callback
 
 
@@ -125,7 +125,7 @@ def time_left(exit_after: str | None) -> TimeLeft:
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     """When SLURM will end this job, in seconds since the epoch; None outside a job, and if SLURM does not answer."""
-    job = environ.get("SLURM_JOB_ID")
+    job = slurm_job(environ)
     if not job:
         return None
     with suppress(OSError, subprocess.SubprocessError, ValueError, LookupError):
@@ -141,5 +141,6 @@ def process_age() -> float:
         return time.monotonic() - float(os.environ[HANDED_OVER])
     ticks = started(os.getpid())
     if ticks is not None:
-        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+        # The clock of `ticks`: /proc/uptime may be the container's.
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return time.process_time()

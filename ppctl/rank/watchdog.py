@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,22 +35,41 @@ _VERDICT = "verdict"
 
 
 class Alarm:
-    """Writes stacks and ends the process unless it is set again in time, whichever thread holds the GIL."""
+    """Writes stacks and ends the process unless the rank goes on in time, whichever thread holds the GIL."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, since: Callable[[], float]) -> None:
+        """`since()` is when the rank began what it does: when this changes, it has gone on, and the alarm begins anew.
+        It raises ValueError at the rank's end."""
         self.limits = limits
+        self._since = since
         self._steps = 0
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._follow, name="alarm", daemon=True).start()
 
     def set(self, state: str) -> None:
         """Set the alarm for the state that the rank enters; `training` is one step."""
         self._steps += state == "training"
         first = self._steps < 3 or state != "training" or self.limits.step is None
         allowed = self.limits.longest if first else self.limits.step
-        faulthandler.dump_traceback_later(max(allowed or 0.0, 1.0) + GRACE, exit=True)
+        with self._lock:
+            self._seconds = max(allowed or 0.0, 1.0) + GRACE
+            faulthandler.dump_traceback_later(self._seconds, exit=True)
 
     def off(self) -> None:
         """Cancel the alarm."""
-        faulthandler.cancel_dump_traceback_later()
+        with self._lock:
+            self._seconds = 0.0
+            faulthandler.cancel_dump_traceback_later()
+
+    def _follow(self) -> None:
+        seen = 0.0
+        with suppress(ValueError):
+            while True:
+                time.sleep(self.limits.look)
+                with self._lock:
+                    if self._seconds and seen != (seen := self._since()):
+                        faulthandler.dump_traceback_later(self._seconds, exit=True)
 
 
 class NodeWatch:
@@ -97,16 +117,21 @@ class NodeWatch:
         silence = self.progress.limit(own) / 2
         for name in takewhile(lambda name: name != host, self._hosts):
             theirs = self.run.heartbeat(name)
-            if float(theirs.get("time", 0.0)) <= self._began:  # no record, or an earlier start's
+            if not self._is_new(theirs):
                 theirs = {"time": self._met}
             if _VERDICT in theirs or now - float(theirs["time"]) <= silence:
                 return theirs
         return None
 
+    def _is_new(self, record: Mapping[str, Any]) -> bool:
+        """Whether a host's record is there, and none of an earlier start."""
+        return float(record.get("time", 0.0)) > self._began
+
     def _judge(self, host: str, record: Mapping[str, Any]) -> None:
-        """Judge the job from what all hosts published: if nothing has moved for too long, write the verdict and leave.
+        """Judge the job from what its hosts published: if nothing has moved for too long, write the verdict and leave.
         The record that carries the verdict is published before this node's ranks are ended."""
-        hosts = (self.run.heartbeats() if self._hosts else {}) | {host: dict(record)}
+        published = {name: self.run.heartbeat(name) for name in self._hosts if name != host}
+        hosts = {name: theirs for name, theirs in published.items() if self._is_new(theirs)} | {host: dict(record)}
         now = time.time()
         states = published_states(hosts, now, math.inf)
         still = self.progress.late(states, now)

@@ -207,7 +207,7 @@ class _RankProcess:
         listener = Listener()
         dump_on_request(run, self.own.rank, listener)
         limits = Limits.of(config.launch)
-        alarm, watch = Alarm(limits), None if self.watched else self._watch(limits)
+        alarm, watch = Alarm(limits, heartbeat.since), None if self.watched else self._watch(limits)
         publisher = self._publisher(directory, limits, run.write_heartbeats if watch is None else watch)
         with self.phases("groups"):
             self._join(directory, device, limits, watch)

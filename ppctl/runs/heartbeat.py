@@ -28,7 +28,8 @@ _RECORD = struct.Struct(f"=8sqqqqqqd{len(EXCHANGING_AXES)}q")
 _STATE = struct.Struct("=qqqqd")
 _MOVE = struct.Struct("=qqqd")
 _COUNT = struct.Struct("=q")
-_PID_AT, _STATE_AT, _STEP_AT, _EXCHANGES_AT = 8, 24, 32, 64
+_TIME = struct.Struct("=d")
+_PID_AT, _STATE_AT, _STEP_AT, _SINCE_AT, _EXCHANGES_AT = 8, 24, 32, 56, 64
 _MARK = b"ppctl-4\0"
 _NONE = (0,) * len(EXCHANGING_AXES)
 _MOST_BYTES_OF_A_FAILURE = 2**24
@@ -69,6 +70,10 @@ class HeartbeatFile:
         place = EXCHANGING_AXES.index(axis)
         self._exchanges[place] += 1
         _COUNT.pack_into(self._map, _EXCHANGES_AT + place * _COUNT.size, self._exchanges[place])
+
+    def since(self) -> float:
+        """When the rank entered its state or action, in monotonic seconds. Raises ValueError behind `close`."""
+        return float(_TIME.unpack_from(self._map, _SINCE_AT)[0])
 
     def close(self) -> None:
         """Unmap the file, which stays for readers."""

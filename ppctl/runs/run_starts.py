@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,13 @@ def is_held(run: RunDir) -> bool:
     descriptor = lock(run.path)
     release(descriptor)
     return descriptor == TAKEN
+
+
+def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What SLURM's commands call this process's job; None outside a job. One task of an array has the array's number as
+    SLURM_JOB_ID, which commands take for all its tasks."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array else environ.get("SLURM_JOB_ID")
 
 
 def slurm_start() -> str | None:

@@ -187,7 +187,7 @@ class RunDir:
         return {file.stem: self.heartbeat(file.stem) for file in files}
 
     def forget_heartbeats(self) -> None:
-        """Delete the hosts' publications, to make room on a full disk."""
+        """Delete the hosts' publications: they are of an earlier start, or make room on a full disk. Raises OSError."""
         for file in (self.path / "heartbeats").glob("*.json"):
             file.unlink(missing_ok=True)
 

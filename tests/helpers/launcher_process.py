@@ -5,6 +5,7 @@ python launcher_process.py RUN WORLD BEHAVIOUR...
 The file `directory` in the run says which directory the start has on this machine.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ try:
             directory,
             command=(sys.executable, str(actor), run, *behaviours),
             environment={"COLOUR": "green", "OMP_NUM_THREADS": "3"},
-            stop_grace=4.0,
+            stop_grace=float(os.environ.get("STOP_GRACE", "4")),
             kill_grace=1.0,
         )
         outcome = supervise(job)

@@ -23,19 +23,22 @@ def test_a_task_is_a_job_that_is_watched_cancelled_requeued_and_submitted_again(
     assert (first.job.partition("_")[0], first.job[-2:], second.job[-2:]) == (second.job.partition("_")[0], "_0", "_1")
     first.trains()
     second.trains()
-    assert f"job {second.job}: RUNNING" in cluster.ppctl("status", second.job).stdout
+    assert f"job {first.job}: RUNNING" in cluster.ppctl("status", first.job).stdout
+    assert cluster.job(second.job, "JobId") == second.job.partition("_")[0], "the last task has the array's number"
     assert (
-        cluster.ppctl("requeue", first.job).stdout
-        == f"job {first.job} was asked to save; its script then requeues it\n"
+        cluster.ppctl("requeue", second.job).stdout
+        == f"job {second.job} was asked to save; its script then requeues it\n"
     )
-    assert "is cancelled" in cluster.ppctl("cancel", second.job).stdout
-    assert second.ends() == "CANCELLED"
-    assert first.ends() == "COMPLETED", first.log()
-    assert first.restarts() == 1 and "requeue 1 of at most 10" in first.log()
-    assert first.status()["state"] == "finished"
-    wait(lambda: second.status()["state"] in ("stopped", "interrupted"), "the second run's own word", 30)
+    wait(lambda: second.restarts() == 1, "a requeue of the second task")
+    assert first.restarts() == 0 and cluster.job(first.job, "JobState") == "RUNNING"
+    assert "is cancelled" in cluster.ppctl("cancel", first.job).stdout
+    assert first.ends() == "CANCELLED"
+    assert second.ends() == "COMPLETED", second.log()
+    assert second.restarts() == 1 and "requeue 1 of at most 10" in second.log()
+    assert second.status()["state"] == "finished"
+    wait(lambda: first.status()["state"] in ("stopped", "interrupted"), "the first run's own word", 30)
     again = submitted(cluster, *typed)
     assert [run.run for run in again] == [first.run, second.run]
-    assert again[0].job == first.job and "_" not in again[1].job, "one run alone is no array"
-    assert again[1].ends() == "COMPLETED", again[1].log()
-    assert again[1].status()["state"] == "finished"
+    assert "_" not in again[0].job and again[1].job == second.job, "one run alone is no array"
+    assert again[0].ends() == "COMPLETED", again[0].log()
+    assert again[0].status()["state"] == "finished"

@@ -238,6 +238,18 @@ def test_ctrl_c_once_more_ends_all_with_130_and_after_that_they_are_killed(run: 
     assert all_gone(pids)
 
 
+@pytest.mark.whole
+def test_a_term_after_ctrl_c_gives_the_ranks_their_grace(run: RunDir) -> None:
+    """Nobody may be there any more, and the save may hang."""
+    launcher = Launcher(run, 1, "trains_on", STOP_GRACE="0.2")
+    launcher.wait_for("pid")
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(0.4)
+    assert launcher.process.poll() is None, "a person may wait for longer"
+    code, _, err = launcher.end(signal.SIGTERM)
+    assert code == 143 and "before all had saved" in err
+
+
 def test_who_signals_ranks_and_launcher_to_end_is_not_told_of_a_failure_of_ranks(run: RunDir) -> None:
     """As a service manager signals every process of a group: ranks may have died before the launcher wakes."""
     launcher = Launcher(run, 2, "trains_on")

@@ -38,6 +38,14 @@ def test_before_the_first_life_and_without_a_script_the_agent_requeues(
     assert requeued(agent_of(run), monkeypatch) == ("node-1\na node is gone\n", ["7 without node-1"])
 
 
+def test_a_task_of_an_array_is_requeued_without_the_others(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has the array's number for its job's."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert requeued(agent_of(run), monkeypatch) == ("node-1\na node is gone\n", ["7_2 without node-1"])
+    assert run.requeue_mark("7.0") == "node-1", "the script has SLURM_JOB_ID in the name of its mark"
+
+
 def test_a_mark_that_another_agent_has_left_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write_requeue_mark("7.0", "ranks cannot be killed", ["node-0", "node-2"])
     mark = "node-0,node-2\nranks cannot be killed\n"

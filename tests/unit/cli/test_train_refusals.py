@@ -19,7 +19,7 @@ from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.outcome import JobOutcome
 from ppctl.launch.planning import planned
-from ppctl.launch.run_directory import Launch, new_run, with_value
+from ppctl.launch.run_directory import Launch, go_on, interrupted, new_run, with_value
 from ppctl.runs.finding import last_checkpoint, list_runs
 from ppctl.runs.rundir import RunDir
 
@@ -235,8 +235,9 @@ def test_a_job_that_its_starter_starts_again_goes_on_in_its_directory() -> None:
     for step in range(6):
         run.add_metrics({"step": step})
     again = Started("slurm", 0, 2, "4711.0", 1)
-    second = new_run(train.prepare(arguments(*QUICK), again), again)
-    assert second.path == run.path
+    launch = train.prepare(arguments(*QUICK), again)
+    assert interrupted(launch, first) is None and interrupted(launch, again) == run
+    second = go_on(run, launch, last_checkpoint(run))
     assert second.read_config().checkpoint.resume == str(run.checkpoints / "step-4")
     # The steps behind the checkpoint will be done again; their records go once the ranks have verified it.
     assert [record["step"] for record in second.metrics()] == [0, 1, 2, 3, 4, 5]

@@ -14,7 +14,7 @@ from ppctl.runs.rundir import RunDir
 
 QUICK = ("+recipe=quickstart", "launch.device=cpu")
 TEXTS = [key.name for key in text_keys().values() if (key.is_text or key.is_container) and not key.facts.lines]
-OURS = {"set", "run", "python", "code", "most", "limit", "life", "mark", "export", "container", "agents"}
+OURS = {"job", "set", "run", "python", "code", "most", "limit", "life", "mark", "export", "container", "agents"}
 """What begins a line of the script before it does anything."""
 TRICKS = ["a b", "a;touch x", "$(touch x)", "`touch x`", "a'b", 'a"b', "a|touch x", "a&touch x", "a#b", "\\", "*", "~", 
           "!x", "-x", "%j"]  # fmt: skip

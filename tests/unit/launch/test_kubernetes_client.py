@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from fake_api import kubeconfig
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config import kube_config
+from urllib3.exceptions import ProtocolError
 
 from ppctl.cli.jobs import combined_state
 from ppctl.errors import ConfigError
@@ -84,6 +86,20 @@ def test_an_object_that_is_going_is_made_again_once_it_is_gone(monkeypatch: pyte
     answers[:] = [409]
     with pytest.raises(ConfigError, match="PP-E661: the cluster refused to create it: 409 Conflict"):
         kubernetes._ask("create it", create)
+
+
+def test_a_log_whose_connection_breaks_ends_with_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(_: int) -> Iterator[bytes]:
+        yield b"step 1\n"
+        raise ProtocolError("Connection broken: IncompleteRead(0 bytes read)")
+
+    api = SimpleNamespace(read_namespaced_pod_log=lambda *_, **__: SimpleNamespace(stream=stream))
+    monkeypatch.setattr(kubernetes, "_place", lambda cluster: (SimpleNamespace(CoreV1Api=lambda: api), "team-a", "@x"))
+    monkeypatch.setattr(kubernetes, "_first_pod", lambda *_: "pod-0")
+    pieces = kubernetes.log("ppctl-1", "team-a@x", lines=None, follow=True)
+    assert next(pieces) == "step 1\n"
+    with pytest.raises(ConfigError, match=r"PP-E661.*the log of pod-0.* broke: Connection broken"):
+        next(pieces)
 
 
 @pytest.mark.parametrize(

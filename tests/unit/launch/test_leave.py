@@ -51,6 +51,23 @@ def test_the_first_error_comes_first(run: RunDir) -> None:
     assert job_outcome(run, 143, ended=False).report.startswith("error PP-E701: rank 1 failed: ValueError: from 1")
 
 
+def test_a_full_disk_and_a_damaged_plan_change_no_exit_code(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run.write_heartbeats("node-0", {"host": "node-0", "time": 1.0, "ranks": []})
+    run.write_error(RankFailure(1, "no such checkpoint", code="PP-E615", exit_code=3))
+    (run.path / "plan.json").write_text("{")
+    monkeypatch.setattr(RunDir, "write_status", full)
+    assert main([str(run.path), "--step-code", "1"]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("error PP-E615: rank 1 failed: no such checkpoint")
+    assert said.endswith(f"warning: {run.path / 'status.json'} cannot be written: No space left on device\n")
+    assert run.heartbeats() == {}, "they made room"
+
+
 def test_connections_that_break_when_a_job_is_ended_are_no_failure(run: RunDir) -> None:
     run.write_error(RankFailure(1, "Connection closed by peer [10.0.0.2]:7", "RuntimeError", time=1.0))
     assert job_outcome(run, 1, ended=False).state == "failed"

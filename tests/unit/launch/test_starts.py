@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -12,18 +14,19 @@ from types import SimpleNamespace
 import pytest
 from checkpoint_states import STRANGE, killed_states, mark_of
 
+from ppctl.cli import local_run, resume, train
 from ppctl.cli import main as front
-from ppctl.cli import resume, train
 from ppctl.cli.main import main
 from ppctl.cli.runs import facts
 from ppctl.errors import CheckpointError
-from ppctl.launch import enter, pod
+from ppctl.launch import enter, pod, run_directory
 from ppctl.launch.environment import Started
 from ppctl.launch.outcome import GO_ON, RESTART
-from ppctl.launch.run_directory import Launch, new_run
+from ppctl.launch.run_directory import Launch, go_on, interrupted, new_run
 from ppctl.launch.weights import find_weights
 from ppctl.runs.checkpoint_folder import find, step_of
 from ppctl.runs.finding import find_checkpoint, last_checkpoint
+from ppctl.runs.run_starts import at_rest
 from ppctl.runs.rundir import RunDir
 
 PERSON = Started("person")
@@ -70,7 +73,9 @@ def again(by: str) -> Callable[[RunDir, Launch], Path | None]:
     """The same command once more in the same directory, as torchrun and SLURM start it again."""
 
     def start(run: RunDir, launch: Launch) -> Path | None:
-        assert new_run(launch, Started(by, 0, 2, run.id, 2)).path == run.path
+        found = interrupted(launch, Started(by, 0, 2, run.id, 2))
+        assert found == run
+        go_on(found, launch, last_checkpoint(found))
         return resumed(run)
 
     return start
@@ -124,6 +129,56 @@ STARTS: dict[str, Callable[[RunDir, Launch], Path | None]] = {
     "ppctl requeue": lambda run, _: last_checkpoint(run),
     "ppctl runs": shown,
 }
+
+
+def test_a_restart_goes_on_in_the_run_of_its_agent_though_the_id_was_used_before(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older run of the id had gone on last, and the directory `exp-3` is of the id `exp-3`."""
+
+    def begun(agent: int, run_id: str | None) -> RunDir:
+        monkeypatch.setattr(run_directory, "identity", lambda _: {"machine": "host-a", "pid": agent})
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id or "none")
+        return new_run(launch, Started("torchrun", 0, 2, run_id))
+
+    older, own, other, unnamed = (begun(*each) for each in ((1, "exp"), (2, "exp"), (3, "exp-3"), (4, None)))
+    assert (older.id, own.id, other.id) == ("exp", "exp-2", "exp-3")
+    os.utime(older.path / "config.yaml", (later := time.time() + 60, later))
+
+    def restarted(agent: int, run_id: str | None, restarts: int) -> RunDir | None:
+        monkeypatch.setattr(run_directory, "identity", lambda _: {"machine": "host-a", "pid": agent})
+        return interrupted(launch, Started("torchrun", 0, 2, run_id, restarts))
+
+    assert [restarted(agent, "exp", 1) for agent in (1, 2)] == [older, own]
+    assert restarted(2, "exp", 0) == own, "a rank of another agent failed, which alone has counted it"
+    assert restarted(4, None, 1) == unnamed
+    assert (restarted(5, "exp", 0), restarted(5, None, 1)) == (None, None)
+    assert restarted(5, "exp", 1) == older, "the ranks of another agent: the last started run of the id"
+    os.utime(own.path / "config.yaml", (later + 1, later + 1))
+    os.utime(other.path / "config.yaml", (later + 2, later + 2))
+    assert restarted(5, "exp", 1) == own
+
+
+def test_a_run_that_goes_on_forgets_the_hosts_that_it_had(launch: Launch, make: Callable[[Path], RunDir]) -> None:
+    """They may not be in the job any more: the judge and `ppctl status` would take them for silent."""
+    run = make(Path("nothing"))
+    run.write_heartbeats("node-1", {"host": "node-1", "time": 1.0, "ranks": []})
+    assert go_on(run, launch, None).heartbeats() == {}
+
+
+def test_a_restart_changes_nothing_in_a_run_that_still_goes_on(
+    launch: Launch, stopped: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {path: path.read_bytes() for path in stopped.path.glob("*.*")}
+    monkeypatch.setattr(train, "prepare", lambda *_: launch)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (place | {"TORCHELASTIC_RUN_ID": stopped.id, "TORCHELASTIC_RESTART_COUNT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(local_run, "become_worker", lambda *words: sys.exit(words[1:]))
+    with at_rest(stopped), pytest.raises(SystemExit) as refused:
+        train.run(front.parse("train", train, TYPED))
+    assert refused.value.args == ("--refuse", "2")
+    assert {path: path.read_bytes() for path in stopped.path.glob("*.*")} == kept
 
 
 KILLED = ("the first", "one in place of the last")

@@ -95,6 +95,11 @@ def test_a_package_that_is_not_here_and_a_directory_that_cannot_be_written(
     assert [code for code, _ in refused(tensorboard=True, wandb=True)] == ["PP-E704", "PP-E704"]
 
 
+def test_without_a_directory_of_theirs_trackers_write_into_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/proc")
+    assert refused(tensorboard=True) == refused(wandb=True, wandb_mode="offline") == []
+
+
 def test_parity_has_no_trackers(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("log.wandb=true", "log.wandb_project=x", "log.tensorboard=true", "log.tensorboard_dir=y")
     assert main(["parity", "+recipe=quickstart", "launch.device=cpu", "pp=1", "vpp=1", *keys]) == 2

@@ -98,10 +98,11 @@ def test_exit_after_is_over_when_it_is_over() -> None:
 )
 def test_slurm_is_asked_once_when_the_job_ends(answer: str, end: float | None, tmp_path: Path, monkeypatch) -> None:
     tool = tmp_path / "squeue"
-    tool.write_text(f'#!/bin/sh\n[ "$*" = "-h -j 77 -o %e" ] && echo "{answer}"\n')
+    tool.write_text(f'#!/bin/bash\n[[ "$*" =~ ^"-h -j 77"(_4)?" -o %e"$ ]] && echo "{answer}"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert job_end({"SLURM_JOB_ID": "77"}) == end
+    assert job_end({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "4"}) == end
 
 
 def test_outside_a_job_and_without_slurm_there_is_no_end(tmp_path: Path, monkeypatch) -> None:
@@ -132,3 +133,10 @@ def test_a_process_knows_how_old_it_is() -> None:
     first = process_age()
     time.sleep(0.05)
     assert 0 < first < process_age()
+
+
+def test_a_container_that_is_younger_than_its_machine_makes_no_process_younger(monkeypatch) -> None:
+    """lxcfs gives it an uptime of its own: `train.exit_after` was never over there."""
+    before, read = process_age(), Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: "0.50 0.10\n" if path.name == "uptime" else read(path))
+    assert before <= process_age() < before + 5

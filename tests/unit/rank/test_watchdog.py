@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from unit_plan import plan
 
-from ppctl.hang.progress import Limits
-from ppctl.rank.watchdog import NodeWatch
+from ppctl.hang.progress import GRACE, Limits
+from ppctl.host.private_files import own_directory, shared_memory
+from ppctl.rank import watchdog
+from ppctl.rank.watchdog import Alarm, NodeWatch
 from ppctl.records.rank_records import RankFailure
+from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.runs.rundir import RunDir
 
 HOSTS = ("a", "b", "c")
@@ -73,6 +76,35 @@ def test_a_look_of_all_nodes_opens_as_many_files_as_there_are_nodes(
         watch(*node(number))
     assert count <= len(opened) <= (2 + silent) * count
     assert shared.errors() == []
+
+
+def test_the_alarm_begins_anew_whenever_the_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step and an evaluation of many actions may take longer than the limit, which is one without progress."""
+    set_to = list[float]()
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, exit: set_to.append(seconds))
+
+    def comes_to(count: int) -> bool:
+        for _ in range(500 * (len(set_to) < count)):
+            time.sleep(0.01)
+            if len(set_to) >= count:
+                break
+        time.sleep(0.03)
+        return len(set_to) == count
+
+    with own_directory(shared_memory()) as directory:
+        beat = HeartbeatFile(directory, 0)
+        alarm = Alarm(Limits(start=60.0, first_step=60.0, step=0.04), beat.since)
+        assert comes_to(0), "no state has begun"
+        for _ in range(3):
+            alarm.set("training")
+        assert comes_to(4) and set_to == [60.0 + GRACE] * 2 + [1.0 + GRACE] * 2
+        for count in (5, 6):
+            beat.work(1)
+            assert comes_to(count) and set_to[-1] == 1.0 + GRACE
+        alarm.off()
+        beat.work(2)
+        assert comes_to(6)
+        beat.close()
 
 
 def start(run: RunDir, hosts: tuple[str, ...] = HOSTS) -> list[subprocess.Popen[str]]:
@@ -161,3 +193,17 @@ def test_what_an_earlier_life_of_the_run_has_left_ends_nobody(run: RunDir) -> No
     watch(*node(1))  # would have ended this process
     assert run.errors() == []
     assert host == "node0"
+
+
+def test_hosts_and_records_of_an_earlier_life_stretch_no_limit(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """node2 is not in the job any more, and node1 has published nothing yet."""
+    for number in (1, 2):
+        host, record = node(number, age=30.0)
+        run.write_heartbeats(host, {**record, "ranks": [record["ranks"][0] | {"state": "starting"}]})
+    watch, told = NodeWatch(run, run.read_plan(), Limits(start=60.0, first_step=5.0, step=5.0)), list[str]()
+    watch.meet(["node0", "node1"])
+    watch.progress._began -= 100.0
+    monkeypatch.setattr(watch, "_leave", lambda why, *_, **__: told.append(why))
+    host, record = node(0, age=10.0)
+    watch(host, record | {"time": time.time()})
+    assert len(told) == 1 and told[0].startswith("error PP-E706: rank 0")
