@@ -37,10 +37,7 @@ from ppctl.schedule.schedule_request import ScheduleRequest, read_schedule
 
 def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> PipelineModel:
     """Return the model to cut, agreed on by all ranks; the first rank proves that a transformers model can be cut."""
-    agreed(ranks, "read the config", lambda: _check_values(config))
-    refuse_unlike(ranks, "configs", _comparable(config))
-    if config.pp_schedule_csv is None:
-        agreed(ranks, "read the config", lambda: wanted_policy(config), of=str)
+    _agree_on(config, ranks)
     pp = ranks.size
     directory = None if isinstance(model, nn.Module) else Path(model)
     patched = config.patch_inner_model and config.patch_causal_lm_model
@@ -86,6 +83,14 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Pipel
     weights = (lambda: weights_of(model)) if directory is None else (lambda: weights_in(directory, its_config))
     source.weights = agreed(ranks, "find the weights", weights, own=True)
     return source
+
+
+def _agree_on(config: PipelineConfig, ranks: AgreeingRanks) -> None:
+    """Raise ConfigError on all ranks if a value of the config is wrong, or ranks have unlike ones."""
+    agreed(ranks, "read the config", lambda: _check_values(config))
+    refuse_unlike(ranks, "configs", _comparable(config))
+    if config.pp_schedule_csv is None:
+        agreed(ranks, "read the config", lambda: wanted_policy(config), of=str)
 
 
 def check_kinds(model: Any, config: Any, loss_fn: Any, parallelize: Any) -> None:

@@ -104,7 +104,7 @@ def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-class _Product(NamedTuple):
+class _NamedProduct(NamedTuple):
     names: tuple[str, ...]
     """Torch's names of all arguments that `make` can take."""
     make: Callable[..., Tensor | None]
@@ -177,18 +177,18 @@ def _embedding(
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-_PRODUCTS: dict[Callable[..., Any], _Product] = {
-    F.linear: _Product(("input", "weight", "bias"), _linear),
-    torch.addmm: _Product(("input", "mat1", "mat2"), _addmm),
-    F.embedding: _Product(_EMBEDDING, _embedding),
+_PRODUCTS: dict[Callable[..., Any], _NamedProduct] = {
+    F.linear: _NamedProduct(("input", "weight", "bias"), _linear),
+    torch.addmm: _NamedProduct(("input", "mat1", "mat2"), _addmm),
+    F.embedding: _NamedProduct(_EMBEDDING, _embedding),
     **dict.fromkeys(
-        (torch.matmul, Tensor.matmul, Tensor.__matmul__), _Product(("input", "other"), _of_two(products.MATMUL, 2))
+        (torch.matmul, Tensor.matmul, Tensor.__matmul__), _NamedProduct(("input", "other"), _of_two(products.MATMUL, 2))
     ),
-    **dict.fromkeys((torch.mm, Tensor.mm), _Product(("input", "mat2"), _of_two(products.MATMUL, 2))),
-    **dict.fromkeys((torch.bmm, Tensor.bmm), _Product(("input", "mat2"), _of_two(products.BMM, 3))),
+    **dict.fromkeys((torch.mm, Tensor.mm), _NamedProduct(("input", "mat2"), _of_two(products.MATMUL, 2))),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _NamedProduct(("input", "mat2"), _of_two(products.BMM, 3))),
 }
 if hasattr(torch, "_grouped_mm"):  # what F.grouped_mm calls
-    _PRODUCTS[torch._grouped_mm] = _Product(("input", "mat2", "offs"), _grouped)
+    _PRODUCTS[torch._grouped_mm] = _NamedProduct(("input", "mat2", "offs"), _grouped)
 
 _LOOKS = frozenset(
     getattr(owner, name)
