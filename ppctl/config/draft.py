@@ -17,6 +17,7 @@ from ppctl.config.batch_sizes import LENGTHS, MICRO_BATCH, STEPS, run_length
 from ppctl.config.checks import within_limits
 from ppctl.config.keys import as_typed, keys, keys_with, mapping_with, sections, text_keys, value_text
 from ppctl.config.mapping import convert, converted_value, to_values
+from ppctl.config.metadata import LATER, NEEDS
 from ppctl.config.model_rules import READ, without_effect
 from ppctl.config.resources import find_recipe, groups
 from ppctl.config.scale import KEEPS, SCALES
@@ -298,12 +299,14 @@ def with_remedy(problem: Problem, draft: Draft) -> Problem:
     key = problem.place.partition(" (")[0]
     if problem.remedy or key not in text_keys():
         return problem
-    before = draft.covered.get(key, text_keys()[key].default)
     # The defaults of these keys cannot be typed.
     explained = key in ("published", "pipeline.pp_batch_size")
-    meant = _SWITCHED.get(str(draft.values[key]).lower()) if text_keys()[key].is_switch else None
-    if meant is not None and problem.code == "PP-E102":
+    known, default = text_keys()[key], text_keys()[key].default
+    meant = _SWITCHED.get(str(draft.values[key]).lower()) if known.is_switch else None
+    taken = meant == default or known.facts.support.state not in (LATER, NEEDS)
+    if meant is not None and taken and problem.code == "PP-E102":
         return replace(problem, remedy=as_typed(key, meant))
+    before = draft.covered.get(key, default)
     return replace(problem, remedy=f"ppctl explain {key}" if explained else as_typed(key, before))
 
 

@@ -124,6 +124,10 @@ def with_one_in_trouble(kind, rank, peer, axes=()):
     def strike():
         if kind == "cut off" and dist.get_rank() in (rank, peer):  # whichever of the two connects
             assert hear_no_newcomer() > 0
+            store = sealed_store().plain
+            store.add("deaf", 1)
+            while store.add("deaf", 0) < 2:  # else one may have connected before the other heard nobody
+                time.sleep(0.01)
         if dist.get_rank() != rank:
             return
         if kind == "deaf":

@@ -64,6 +64,7 @@ def test_a_home_directory_is_meant_by_its_sign_also_behind_a_keys_name(monkeypat
     ("typed", "code", "remedy"),
     [
         ("parallel.bf16=yes", "PP-E102", "parallel.bf16=true"),
+        ("parallel.tp_comm_bulk_wgrad=0", "PP-E102", "parallel.tp_comm_bulk_wgrad=true"),
         ("parallel.bf16=off", "PP-E102", "parallel.bf16=false"),
         ("parallel.bf16=2", "PP-E102", "parallel.bf16=false"),
         ("parallel.bf16=null", "PP-E102", "parallel.bf16=false"),

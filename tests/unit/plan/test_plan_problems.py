@@ -303,7 +303,7 @@ def test_sharing_out_weights_is_offered_where_it_makes_room(values: dict[str, ob
 @pytest.mark.parametrize(
     ("overrides", "codes", "remedies"),
     [
-        (["ep=2"], ["PP-E801"], ["ep=64", "ep=128"]),
+        (["ep=2"], ["PP-E801"], ["ep=32", "ep=64"]),
         (["nodes=2"], ["PP-E205"], ["nodes=128", "dp=64 nodes=null gpus_per_node=null"]),
         (["nodes=3"], ["PP-E204"], ["nodes=128", "nodes=64 gpus_per_node=16"]),
         (["pipeline.put_off_limit=null"], ["PP-E801"], ["pipeline.put_off_limit=8", "pipeline.put_off_limit=4"]),

@@ -138,5 +138,7 @@ def test_a_process_knows_how_old_it_is() -> None:
 def test_a_container_that_is_younger_than_its_machine_makes_no_process_younger(monkeypatch) -> None:
     """lxcfs gives it an uptime of its own: `train.exit_after` was never over there."""
     before, read = process_age(), Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: "0.50 0.10\n" if path.name == "uptime" else read(path))
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *words: "0.50 0.10\n" if path.name == "uptime" else read(path, *words)
+    )
     assert before <= process_age() < before + 5
