@@ -147,7 +147,7 @@ def test_live_storages_beside_adapters_are_the_planned_bytes(text: Path) -> None
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_live_storages_beside_adapters_are_the_planned_bytes_in_every_way(text: Path) -> None:
     hold(text, WITH_ADAPTERS)
 

@@ -53,13 +53,13 @@ def test_several_schedule_calls_a_step_change_no_bit(text, kind, layout, pp):
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_the_miniature_of_deepseek_v3_gives_the_bits_of_one_process(text):
     """16 ranks with two chunks each, latent attention, and all that the recipe switches on."""
     arguments = ["+recipe=deepseek_v3", "+scale=smoke", "launch.device=cpu", "parallel.bf16=false"]
     arguments += [f"data.path={text}", f"steps={STEPS}"]
     config = compose(arguments).config
-    hold(config, reference_of(config), timeout=600.0)
+    hold(config, reference_of(config), timeout=560.0)
 
 
 PAIRED = [("Et*5mL", 1), ("Et*2|t*3|m|L", 2)]

@@ -49,14 +49,14 @@ def reference(config: RunConfig):
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_deepseek_v3_in_small_has_the_bits_of_one_process_and_every_expert_learns(tmp_path):
     (tmp_path / "text.txt").write_text(
         "".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(3000))
     )
     config = miniature("deepseek_v3", f"data.path={tmp_path}/text.txt")
     expected = reference(config)
-    results = run_ranks(train, 16, to_mapping(config), timeout=600)
+    results = run_ranks(train, 16, to_mapping(config), timeout=560)
     seen = {}
     for records, weights, gradients in results:
         assert [r["loss"] for r in records] == expected.losses
