@@ -12,7 +12,7 @@ JOBS ?= 2
 
 # Paths in a log are those of the checkout, not of the machine.
 logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
-  { $(PY) -m pytest $(1) 2>&1; echo $$? >$$log.code; } | sed -u "s|$$PWD/||g" | tee -a $$log.log; code=$$(cat $$log.code); rm $$log.code; exit $$code
+  { $(PY) -m pytest $(1) 2>&1; echo $$? >$$log.code; } | sed -u "s|$$PWD/||g; s|\"/[^\"]*/lib/python|\"lib/python|g" | tee -a $$log.log; code=$$(cat $$log.code); rm $$log.code; exit $$code
 
 train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, about 4 minutes
 	$(PY) -m ppctl train +recipe=quickstart
