@@ -220,7 +220,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
     """The checkpoints that no `--keep` deletes: the newest undamaged one of the usable `checkpoints`, and the one from
-    which a start goes on. Raises CheckpointError (PP-E530) if all are damaged."""
+    which a start goes on. Raises CheckpointError (PP-E530) if none of them is good."""
     for path in reversed(checkpoints):
         try:
             if not examine(path, values=False).problems:

@@ -21,7 +21,7 @@ from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
 from ppctl.config.argv import Arguments
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem, TrainingError
+from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem, TrainingError, pip_install
 from ppctl.host.private_files import own_directory
 from ppctl.host.processes import python, unwinding_on_term
 from ppctl.launch import planning
@@ -91,7 +91,7 @@ def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if find_spec("torch") is None:
         message = "torch is not installed here, but a rehearsal runs the model's own code"
-        yield Problem("PP-E604", message, "pip install torch")
+        yield Problem("PP-E604", message, pip_install("torch"))
     else:
         yield from absent_for(config.model)
     if parallel.enable_autocast:

@@ -100,7 +100,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
-    """The template in `file` (`data.chat_template`), else the tokenizer's. Raises DataError (PP-E419) without one."""
+    """The template in `file` (`data.chat_template`), else the tokenizer's. Raises DataError (PP-E419) if there is
+    none, or if it cannot be read."""
     directory = expanded(tokenizer)
     directory = directory.parent if directory.is_file() else directory
     settings = read_settings(directory / _SETTINGS) if tokenizer != "byte" else {}

@@ -181,8 +181,8 @@ class HuggingFaceTokenizer:
 
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
         """The ids of each text, with the positions that the library gives. `around` asks for the marks that the
-        tokenizer puts around every text, without an `eos` behind it. A token to which it gives no character, such
-        as an added mark, or spaces whose positions it trims, reaches from the end of the tokens before to its own."""
+        tokenizer puts around every text; a final `eos` among them is left out. The library gives no character to an
+        added mark, nor to spaces that it trims: such a token reaches from the end of those before it to its own end."""
         encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
         pieces = []
         for one in encoded:

@@ -63,9 +63,10 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 def interrupted(launch: Launch, started: Started) -> RunDir | None:
     """The run that these ranks had before their starter restarted them; None if they begin one.
 
-    It is the last started run of their torchrun's agent, which names no other: an id may have been used before. Another
-    agent has rank 0 now if SLURM has requeued the job, or torchrun has moved the ranks: then it is the last started run
-    with their id. (torchrun's agents count only failures of their own ranks, so no count says whether it restarted.)
+    Under torchrun it is the last run that the same agent started; an id alone does not tell, since it may have been
+    used before. After a requeue by SLURM, or where torchrun has moved the ranks, rank 0 has another agent: then it is
+    the last started run with their id. (torchrun's agents count only failures of their own ranks, so no count says
+    whether it restarted.)
     """
     if started.by not in ("torchrun", "slurm"):
         return None

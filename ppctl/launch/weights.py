@@ -46,7 +46,7 @@ def find_weights(text: str, root: Path = Path("runs")) -> Path:
     try:
         path = expanded(text).absolute()
         return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
-    except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: unknown home directory
+    except (CheckpointError, ConfigError, OSError):
         message = f"{KEY}={text} is neither a directory with a {CONFIG} nor a checkpoint nor a run"
         if not _HUB_NAME.fullmatch(text):
             raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None

@@ -116,8 +116,8 @@ class RankStages:
         return {name: each.requires_grad for tied in self._ties for name, each in tied.own.items()}
 
     def compare_ties(self) -> None:
-        """Compare whether the uses of each shared parameter are trained, and once, and again after a rank has loaded
-        values, also their values. A collective.
+        """Compare the uses of each shared parameter: in every call whether they are trained, and in the first one, and
+        after a rank has loaded values, also their values. A collective.
 
         Needed because a rank that loads or freezes only its stages does not see the other uses. Raises on all ranks,
         with the names, ConfigError (PP-E130) for uses that are not trained alike, CheckpointError (PP-E504) for values.

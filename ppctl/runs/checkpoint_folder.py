@@ -117,7 +117,7 @@ def find(directory: Path) -> FoundCheckpoint | None:
 
 def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
     """The checkpoints that a start with `checkpoint.resume=resume` tries in order: the result of `find`; for AUTO then
-    all earlier complete ones, newest first; none for a new run. Raises CheckpointError (PP-E505) as `find`."""
+    all earlier usable ones, newest first; none for a new run. Raises CheckpointError (PP-E505) as `find`."""
     if resume is None:
         return []
     if resume != AUTO:  # a `step-N.old` in the config may be called step-N again
