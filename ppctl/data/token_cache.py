@@ -109,9 +109,10 @@ def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -
         held = lock(home, float("inf"))
     final, draft = home / "tokens", home / f"{secrets.token_hex(4)}.tmp"
     try:
+        damaged = [final] if final.exists() else []  # asked first: without locks another process may make it now
         if kept := _kept(home):
             return kept
-        for left in (final, *(home.glob("*.tmp") if held is not None else ())):
+        for left in (*damaged, *(home.glob("*.tmp") if held is not None else ())):
             shutil.rmtree(left, ignore_errors=True)
         before, digest = _times(files), hashlib.sha256()
         with IndexedWriter(draft / "data", dtype) as writer:

@@ -30,7 +30,7 @@ from ppctl.runs.heartbeat import host_name
 from ppctl.runs.run_starts import set_aside, write_secret
 from ppctl.runs.rundir import RunDir, unwritable
 
-_ID = "TORCHELASTIC_RUN_ID"
+_ID, _JOB = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"
 _RECORDED = re.compile(r"(TORCH_)?NCCL_.*|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|SLURM_JOB_ID|" + _ID)
 _PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors")
 
@@ -72,14 +72,17 @@ def interrupted(launch: Launch, started: Started) -> RunDir | None:
         return None
     home = Path(launch.config.log.dir).absolute() / launch.config.log.name
     name = ".*" if started.run_id is None else rf"{re.escape(started.run_id)}(-[0-9]+)?"
-    runs = [run for run in list_runs(home.parent) if run.path.parent == home and re.fullmatch(name, run.id)]
+    here = (run for run in list_runs(home.parent) if run.path.parent == home and re.fullmatch(name, run.id))
+    runs = [run for run in here if run.path.lstat().st_uid == os.geteuid()]  # anybody may have made the others
     agent = identity(os.getppid())
     own = (run for run in runs if started.by == "torchrun" and run.environment().get("agent") == agent)
     if (found := next(own, None)) is not None or started.run_id is None or not started.restarts:
         return found
-    # What looks like `ID-2` may be another id.
-    ids = ((run, run.environment().get("variables", {}).get(_ID, started.run_id)) for run in runs)
-    return next((run for run, used in ids if used == started.run_id), None)
+    # What looks like `ID-2` may be another id, and another job may have the same id.
+    job = os.environ.get(_JOB)
+    used = ((run, run.environment().get("variables", {})) for run in runs)
+    mine = (run for run, each in used if each.get(_ID, started.run_id) == started.run_id and each.get(_JOB, job) == job)
+    return next(mine, None)
 
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:

@@ -110,7 +110,7 @@ def requeue(job: str, without: str = "") -> None:
     """Requeue a job from one of its own nodes, as its script does: it starts again without the nodes `without` (commas
     between) and those that were left out before. Does nothing where bash or SLURM's commands are missing."""
     again = Path(__file__).with_name("requeue.sbatch").read_text(encoding="utf-8")
-    _run("bash", "-c", f'{again}again "$@"', "requeue", job, without)
+    _run("bash", "-c", f'{again}again "$@"', "requeue", job, without, timeout=10 * _TIMEOUT)  # it tries for a minute
 
 
 def cancel(job: str, cluster: str = "") -> None:
@@ -129,11 +129,11 @@ def _must(*command: str) -> None:
         raise ConfigError(Problem("PP-E621", f"SLURM refused: {words}", "squeue --me", command[0]))
 
 
-def _run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, cwd: Path | None = None, timeout: float = _TIMEOUT) -> subprocess.CompletedProcess[str]:
     """Run one of SLURM's commands; a missing command or no answer counts as failure."""
     try:
         return subprocess.run(
-            command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=_TIMEOUT, check=False
+            command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=timeout, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))

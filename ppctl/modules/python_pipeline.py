@@ -251,7 +251,7 @@ class Pipeline:
         if self._communicator is None and group is not None:
             channels, how = schedule.capacities, self._transport
             self._communicator = Communicator(group, channels=channels, device=self.device, transport=how)
-        if len(self._known) == _MOST_KNOWN:
+        if batch.shapes not in self._known and len(self._known) == _MOST_KNOWN:
             del self._known[next(iter(self._known))]  # on all ranks the same one
         self._known[batch.shapes] = Prepared(crossing, schedule, forwards)
         if self.device.type == "cuda":

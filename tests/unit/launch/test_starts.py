@@ -159,6 +159,22 @@ def test_a_restart_goes_on_in_the_run_of_its_agent_though_the_id_was_used_before
     assert restarted(5, "exp", 1) == own
 
 
+def test_a_restart_takes_no_run_of_another_job_or_user(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = count(100)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "train")
+    monkeypatch.setattr(run_directory, "identity", lambda _: {"machine": "host-a", "pid": next(pids)})
+    runs = []
+    for job in ("100", "101"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        runs.append(new_run(launch, Started("torchrun", 0, 2, "train")))
+    for job, own in zip(("100", "101", "102"), (*runs, None), strict=True):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert interrupted(launch, Started("torchrun", 0, 2, "train", 1)) == own
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    monkeypatch.setenv("SLURM_JOB_ID", "100")
+    assert interrupted(launch, Started("torchrun", 0, 2, "train", 1)) is None
+
+
 def test_a_run_that_goes_on_forgets_the_hosts_that_it_had(launch: Launch, make: Callable[[Path], RunDir]) -> None:
     """They may not be in the job any more: the judge and `ppctl status` would take them for silent."""
     run = make(Path("nothing"))
